@@ -12,24 +12,29 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hvdtrain.api import clip_grad_norm_ as clip_grad_norm_
-    from hvdtrain.api import distribute as distribute
-    from hvdtrain.api import init as init
+    # It would write an import for each name.
+    # isort: off
+    from hvdtrain.api import (
+        clip_grad_norm_ as clip_grad_norm_,
+        distribute as distribute,
+        init as init,
+    )
     from hvdtrain.audit.script import GradientAudit as GradientAudit
-    from hvdtrain.data import Dataset as Dataset
-    from hvdtrain.data import GlobalBatchSampler as GlobalBatchSampler
-    from hvdtrain.data import ImageFormat as ImageFormat
-    from hvdtrain.data import IterableSplit as IterableSplit
-    from hvdtrain.data import MapSplit as MapSplit
-    from hvdtrain.data import Shares as Shares
-    from hvdtrain.data import Split as Split
-    from hvdtrain.data import Splits as Splits
-    from hvdtrain.data import TensorSplit as TensorSplit
-    from hvdtrain.data import split_of as split_of
+    from hvdtrain.data import (
+        Dataset as Dataset,
+        GlobalBatchSampler as GlobalBatchSampler,
+        ImageFormat as ImageFormat,
+        IterableSplit as IterableSplit,
+        MapSplit as MapSplit,
+        Shares as Shares,
+        Split as Split,
+        Splits as Splits,
+        TensorSplit as TensorSplit,
+        split_of as split_of,
+    )
     from hvdtrain.run.own_loop import Loop as Loop
-    from hvdtrain.tasks import Settings as Settings
-    from hvdtrain.tasks import Sums as Sums
-    from hvdtrain.tasks import Task as Task
+    from hvdtrain.tasks import Settings as Settings, Sums as Sums, Task as Task
+    # isort: on
 
 __version__ = "0.2.0"
 

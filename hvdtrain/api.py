@@ -24,7 +24,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, Reduction, join, joined
 from hvdtrain.exchange.buckets import suitable_bucket_bytes
 from hvdtrain.exchange.connect import connect
-from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.log import report_uncaught
 from hvdtrain.topology import Topology
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path("/")
 GIB = 1 << 30
@@ -45,19 +45,20 @@ def limits(root: Path = ROOT) -> dict[str, Any]:
     of these cgroups. None: no limit.
     """
     groups = list(_groups(root))
-    tightest: dict[str, Any] = {"version": 1 if any(group.controllers for group in groups) else 2}
+    tightest: dict[str, Any] = {
+        "version": 1 if any(controllers for controllers, _ in groups) else 2
+    }
     tightest |= dict.fromkeys(KEYS)
-    for group in groups:
-        for folder in group.folders:
-            for name, limit in (
-                ("cores", _quota(folder)),
-                ("memory", _number(folder, "memory.max", "memory.limit_in_bytes")),
-                ("processes", _number(folder, "pids.max")),
-            ):
-                if limit is not None and (tightest[name] is None or limit < tightest[name]):
-                    tightest[name] = limit
-                    if name in USED:
-                        tightest[f"{name}_used"] = _number(folder, *USED[name])
+    for folder in (folder for _, folders in groups for folder in folders):
+        for name, limit in (
+            ("cores", _quota(folder)),
+            ("memory", _number(folder, "memory.max", "memory.limit_in_bytes")),
+            ("processes", _number(folder, "pids.max")),
+        ):
+            if limit is not None and (tightest[name] is None or limit < tightest[name]):
+                tightest[name] = limit
+                if name in USED:
+                    tightest[f"{name}_used"] = _number(folder, *USED[name])
     return tightest
 
 
@@ -65,12 +66,9 @@ def memory_kills(root: Path = ROOT) -> int:
     """Return how many processes of this process's container or job the kernel has killed because
     its memory limit was reached; 0 where there is no such count.
     """
-    kills = 0
-    for group in _groups(root):
-        for folder in group.folders[:1]:
-            for name in ("memory.events", "memory.oom_control"):  # versions 2 and 1
-                kills = max(kills, _counted(folder / name, "oom_kill"))
-    return kills
+    names = ("memory.events", "memory.oom_control")  # versions 2 and 1
+    files = (folders[0] / name for _, folders in _groups(root) if folders for name in names)
+    return max((_counted(file, "oom_kill") for file in files), default=0)
 
 
 def explain_kills(killed: int = 0, limit: int | None = None) -> str:
@@ -94,64 +92,51 @@ def explain_full(root: Path = ROOT) -> str:
     return f"the container or job has {used} of {most} processes and threads: raise that limit"
 
 
-class _Group(NamedTuple):
-    """A cgroup of this process, and the folders of it and its ancestors, as far as mounted."""
-
-    controllers: str  # empty: version 2
-    folders: list[Path]
-
-
-def _groups(root: Path) -> Iterator[_Group]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
+def _groups(root: Path) -> Iterator[tuple[str, list[Path]]]:
+    """Yield the controllers (empty: version 2) of each cgroup of this process, and the folders of
+    it and its ancestors, as far as mounted.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        yield _Group(controllers, _folders(root, controllers, path))
-
-
-def _folders(root: Path, controllers: str, path: str) -> list[Path]:
-    base = root / "sys/fs/cgroup"
-    if controllers:
-        base /= controllers.removeprefix("name=")
-    elif not (base / "cgroup.controllers").exists():
-        base /= "unified"
-    # In a container, the mount may be the group itself, without its path.
-    folder = base / path.strip("/")
-    if not folder.is_dir():
-        folder = base
-    folders = [folder, *folder.parents]
-    return [item for item in folders if item.is_relative_to(base) and item.is_dir()]
+        base = root / "sys/fs/cgroup"
+        if controllers:
+            base /= controllers.removeprefix("name=")
+        elif not (base / "cgroup.controllers").exists():
+            base /= "unified"
+        # In a container, the mount may be the group itself, without its path.
+        folder = base / path.strip("/")
+        folders = [folder, *folder.parents] if folder.is_dir() else [base]
+        yield (
+            controllers,
+            [folder for folder in folders if folder.is_relative_to(base) and folder.is_dir()],
+        )
 
 
 def _quota(folder: Path) -> float | None:
     """Return the CPU quota in cores; None if there is none."""
-    try:
-        if (folder / "cpu.max").exists():
-            words = (folder / "cpu.max").read_text().split()
-        else:
-            words = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
-        quota, period = map(int, words)
-    except (OSError, ValueError):  # not there, or "max"
+    names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # versions 2, 1 and 1
+    words = [word for name in names for word in _text(folder / name).split()]
+    if len(words) < 2 or not all(map(str.isdigit, words[:2])):  # not there, "max" or "-1"
         return None
-    return quota / period if quota > 0 else None
+    return int(words[0]) / int(words[1]) or None
 
 
 def _number(folder: Path, *names: str) -> int | None:
     for name in names:
-        try:
-            value = int((folder / name).read_text())
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-        return value if value < UNLIMITED else None
+        if (text := _text(folder / name).strip()).isdigit():
+            return int(text) if int(text) < UNLIMITED else None
     return None
 
 
 def _counted(path: Path, name: str) -> int:
     """Return the number beside a name in a file of such lines; 0 if it is not there."""
-    try:
-        pairs = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return 0
+    pairs = [line.split() for line in _text(path).splitlines()]
     return next((int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] == name), 0)
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file of the kernel; empty if it is not there."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

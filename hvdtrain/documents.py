@@ -155,20 +155,21 @@ def lines_of(path: Path) -> Iterator[str]:
 
 def check(value: Any, kind: Any, name: str = "") -> None:
     """Raise ValueError unless a value is of a kind: see FIELDS."""
-    if isinstance(kind, Mapping):
-        _check_is(value, dict, name)
-        for key, item in value.items():
-            if (inner := kind.get(key, kind.get("*"))) is not None:
-                check(item, inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(kind, list):
-        _check_is(value, list, name)
-        for item in value:
-            check(item, kind[0], f"an item of {name}")
-    elif isinstance(kind, tuple):  # or null
-        if value is not None:
-            check(value, kind[0], name)
-    else:
-        _check_is(value, kind, name)
+    match kind:
+        case Mapping():
+            _check_is(value, dict, name)
+            for key, item in value.items():
+                if (inner := kind.get(key, kind.get("*"))) is not None:
+                    check(item, inner, f"{name}.{key}" if name else str(key))
+        case list():
+            _check_is(value, list, name)
+            for item in value:
+                check(item, kind[0], f"an item of {name}")
+        case tuple():  # or null
+            if value is not None:
+                check(value, kind[0], name)
+        case _:
+            _check_is(value, kind, name)
 
 
 def _check_is(value: Any, kind: type, name: str) -> None:
@@ -182,10 +183,6 @@ def _check_is(value: Any, kind: type, name: str) -> None:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST):
-        items = (
-            item for node in level for item in (node.values() if isinstance(node, dict) else node)
-        )
-        level = [item for item in items if isinstance(item, dict | list)]
-        if not level:
-            return False
-    return True
+        nodes = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [item for items in nodes for item in items if isinstance(item, dict | list)]
+    return bool(level)

@@ -17,7 +17,10 @@ HvdtrainError             1   the run failed
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -117,8 +120,34 @@ def name_ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
+def shell_code(code: int) -> int:
+    """Return the exit code that a shell would give: 128 + n for minus n, an end by signal n."""
+    return code if code >= 0 else 128 - code
+
+
 def closest(name: str, choices: Iterable[str]) -> str | None:
     """Return the one of `choices` that a misspelt `name` most probably means, if any is close."""
     import difflib  # only for a mistake: every process imports this module
 
     return next(iter(difflib.get_close_matches(name, list(choices), n=1)), None)
+
+
+def refuse(problems: Iterable[str], ending: str = "") -> None:
+    """Raise UsageError with these problems, if there are any. `ending`: advice after the last."""
+    if listed := list(problems):
+        listed[-1] += ending
+        raise UsageError(*listed)
+
+
+def first_problem(*checks: tuple[object, str | None]) -> str | None:
+    """Return the problem of the first check that holds: pairs of condition and problem."""
+    return next((problem for is_wrong, problem in checks if is_wrong), None)
+
+
+def attempt(problems: list[str], action: Callable[[], Result]) -> Result | None:
+    """Return the result of `action`, or on UsageError extend `problems` and return None."""
+    try:
+        return action()
+    except UsageError as error:
+        problems.extend(error.problems)
+        return None

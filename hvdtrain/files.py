@@ -8,19 +8,22 @@ user. Pipes are refused, because opening one can block forever.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, first_problem
 
 KEPT = ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # flags of each open; no system has all of them
+IS_LINK = "{} is a symbolic link, which is not followed; remove it"
 
 
 def open_kept(path: Path, errors: str | None = None, newline: str | None = None) -> IO[str]:
@@ -52,8 +55,7 @@ def _open_plain(path: Path, flags: int, follow: bool = False) -> int:
     except OSError as error:
         if follow or error.errno != errno.ELOOP:
             raise
-        reason = f"{path.name} is a symbolic link, which is not followed; remove it"
-        raise OSError(errno.ELOOP, reason, str(path)) from error
+        raise OSError(errno.ELOOP, IS_LINK.format(path.name), str(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         advice = "" if follow else "; remove it"
@@ -76,8 +78,7 @@ def make_folder(path: Path) -> None:
     """Make a folder unless it exists. Raises OSError, and for a link: it is not followed."""
     path.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
-        reason = f"{path.name} is a symbolic link, which is not followed; remove it"
-        raise OSError(errno.ELOOP, reason, str(path))
+        raise OSError(errno.ELOOP, IS_LINK.format(path.name), str(path))
 
 
 def replace_file(path: Path, parts: Iterable[str]) -> None:
@@ -87,6 +88,19 @@ def replace_file(path: Path, parts: Iterable[str]) -> None:
     sync(partial)
     partial.replace(path)
     sync(path.parent)
+
+
+def candidates(folder: Path) -> Iterator[Path]:
+    """Yield the folder, and then NAME-2, NAME-3, ... beside it, without end."""
+    yield folder
+    yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+
+
+def hold(file: IO[str]) -> None:
+    """Lock a file until it is closed. Raises BlockingIOError if another process holds it."""
+    import fcntl  # not on Windows, where `--help` imports this module
+
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def sync(path: Path) -> None:
@@ -114,7 +128,7 @@ def time_at(folder: Path) -> float:
     server's, if there is one. Where nothing can be written, it is this machine's.
     """
     try:
-        with tempfile.TemporaryFile(dir=_nearest_existing(folder)) as file:
+        with tempfile.TemporaryFile(dir=nearest_existing(folder)) as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()
@@ -127,7 +141,7 @@ def why_not_written(path: Path, error: OSError | ValueError) -> str:
     reason = getattr(error, "strerror", None) or str(error)
     if getattr(error, "errno", None) not in (errno.EACCES, errno.EPERM):
         return reason
-    existing = _nearest_existing(path)
+    existing = nearest_existing(path)
     if os.access(existing, os.W_OK | os.X_OK):
         return reason
     inode, uid = existing.stat(), os.getuid()
@@ -139,7 +153,7 @@ def why_not_written(path: Path, error: OSError | ValueError) -> str:
     )
 
 
-def _nearest_existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return the path, or the nearest folder above it that is there, also behind a closed one."""
     return next(entry for entry in (path, *path.absolute().parents) if os.path.exists(entry))  # noqa: PTH110
 
@@ -149,21 +163,12 @@ def json_problems(name: str | Path | None, flag: str = "--json") -> list[str]:
     if name is None:
         return []
     path = Path(name).absolute()
-    if path.is_dir():
-        reason = "it is a folder; give a file"
-    elif not path.parent.is_dir():
-        reason = "there is no such folder; make it first"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "permission denied"
-    else:
-        return []
-    return [f"{flag}={name}: cannot be written: {reason}"]
-
-
-def check_json(name: str | None) -> None:
-    """Raise UsageError if the output file of `--json` cannot be written."""
-    if problems := json_problems(name):
-        raise UsageError(*problems)
+    reason = first_problem(
+        (path.is_dir(), "it is a folder; give a file"),
+        (not path.parent.is_dir(), "there is no such folder; make it first"),
+        (not os.access(path if path.exists() else path.parent, os.W_OK), "permission denied"),
+    )
+    return [f"{flag}={name}: cannot be written: {reason}"] if reason else []
 
 
 def write_json(name: str | Path | None, content: Any, flag: str = "--json") -> None:
@@ -180,10 +185,19 @@ def write_json(name: str | Path | None, content: Any, flag: str = "--json") -> N
 
 def json_ready(value: Any) -> Any:
     """Return a copy of `value` in which infinity and NaN, which JSON lacks, are None."""
-    if isinstance(value, dict):
-        return {key: json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_ready(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    match value:
+        case dict():
+            return {key: json_ready(item) for key, item in value.items()}
+        case list() | tuple():
+            return [json_ready(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
     return value
+
+
+def sha256_of(stream: IO[bytes]) -> str:
+    """Return the SHA-256 of what is left of a stream, read block by block."""
+    digest = hashlib.sha256()
+    while block := stream.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()

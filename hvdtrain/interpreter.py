@@ -53,7 +53,5 @@ def started_elsewhere() -> Iterator[None]:
 
 def peak_memory() -> int:
     """Return the peak memory of this process in bytes (VmHWM, which an exec resets)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)

@@ -181,20 +181,17 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if not isinstance(error, HvdtrainError):
         _before(kind, error, trace)
         return
-    frames = traceback.extract_tb(trace)
+    frames = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(trace)]
     here = Path(__file__).parent
-    user_frames = [frame for frame in frames if here not in Path(frame.filename).parents]
-    user_frames = [frame for frame in user_frames if Path(frame.filename).name != "contextlib.py"]
-    user_frames = [
-        frame for frame in user_frames if "site-packages" not in Path(frame.filename).parts
-    ] or user_frames
-    location = (
-        f": error at {user_frames[-1].filename}:{user_frames[-1].lineno}"
-        if user_frames
-        else ": error"
-    )
-    if isinstance(error, Stopped):
-        location = ""
-    complain(f"hvdtrain{location}: {error}")
+    others = [
+        (frame, path)
+        for frame, path in frames
+        if here not in path.parents and path.name != "contextlib.py"
+    ]
+    users = [frame for frame, path in others if "site-packages" not in path.parts]
+    users = users or [frame for frame, _ in others]
+    location = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+    prefix = "hvdtrain" if isinstance(error, Stopped) else f"hvdtrain: error{location}"
+    complain(f"{prefix}: {error}")
     Pulse.from_environment().end(error)
     raise SystemExit(error.exit_code)  # runs the exit handlers, then ends with this code

@@ -1,4 +1,5 @@
-"""The network of this machine: its interfaces, and a listener that a flood does not stop.
+"""The network of this machine: its interfaces, a listener that a flood does not stop, and how both
+ends of a connection prove that they have the same secret.
 
 Horovod takes one name of an interface for all hosts, but it may be eth0 on one host and eth1 on
 another; so each worker finds its own, by its route to the first host.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import array
 import errno
+import hmac
 import math
 import os
+import re
 import socket
 import struct
 import threading
@@ -25,6 +28,7 @@ from typing import Generic, TypeVar
 _SIOCGIFCONF = 0x8912  # Linux: all interfaces that have an IPv4 address
 _RECORD = struct.Struct("16s4x4s16x")  # struct ifreq: the name, then a sockaddr in a union
 _MOST_BYTES = 1024 * _RECORD.size
+_END_OF_NAME = re.compile(b"[\0:]")  # "eth0:1" is an alias of eth0
 
 # Set by the launcher, unless the user has chosen an interface: an address that all hosts reach.
 TOWARDS = "HVDTRAIN_INTERFACE_TOWARDS"
@@ -48,11 +52,11 @@ def interfaces() -> list[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request)
     length = struct.unpack("iL", answer)[0]
-    pairs = []
-    for name, address in _RECORD.iter_unpack(buffer.tobytes()[:length]):
-        label = name.partition(b"\0")[0].decode(errors="replace")
-        pairs.append((label.partition(":")[0], socket.inet_ntoa(address)))  # "eth0:1": an alias
-    return pairs
+    records = _RECORD.iter_unpack(buffer.tobytes()[:length])
+    return [
+        (_END_OF_NAME.split(name)[0].decode(errors="replace"), socket.inet_ntoa(address))
+        for name, address in records
+    ]
 
 
 def interface_of(address: str) -> str | None:
@@ -90,6 +94,15 @@ def take_own_interface() -> None:
     """Let Horovod and its libraries use this host's own interface, in this process."""
     if TOWARDS in os.environ:
         os.environ.update(own_interfaces(os.environ))
+
+
+def prove(token: bytes, side: bytes, challenge: bytes) -> bytes:
+    """Return the proof of one side of a connection that it has the token.
+
+    It is an HMAC over `challenge`, which the other side has chosen at random, and over `side`, so
+    that neither can return the proof of the other.
+    """
+    return hmac.digest(token, side + challenge, "sha256")
 
 
 class GuardedListener(Generic[Peer]):

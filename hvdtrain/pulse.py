@@ -164,20 +164,21 @@ class WorkerPulse:
         } | self._last
 
     def _take(self, line: str) -> None:
-        kind, text = line[:1], line[1:]
-        if kind == "+":
-            self._beat_s = time.monotonic()
-            phase, step, began = text.split(" ")
-            self._change(phase, int(step), float(began))
-        elif kind == "=":
-            self._figures = dict(json.loads(text))
-        elif kind == "!":
-            self._last = dict(json.loads(text))
-        elif kind == "@":
-            self._folder = self._folder or text  # of the first, if there are several
-        elif kind == "?":
-            self.speaker = int(text)
-            self._beat_s = time.monotonic()
+        text = line[1:]
+        match line[:1]:
+            case "+":
+                self._beat_s = time.monotonic()
+                phase, step, began = text.split(" ")
+                self._change(phase, int(step), float(began))
+            case "=":
+                self._figures = dict(json.loads(text))
+            case "!":
+                self._last = dict(json.loads(text))
+            case "@":
+                self._folder = self._folder or text  # of the first, if there are several
+            case "?":
+                self.speaker = int(text)
+                self._beat_s = time.monotonic()
 
     def _change(self, phase: str, step: int, began_s: float) -> None:
         if self._phase in OWN and self._began_s:

@@ -73,7 +73,7 @@ class SlurmStep(NamedTuple):
                 "about those of its other components; submit a job of one component"
             )
         rank, size, local_rank, node = (
-            _integer(environment, f"SLURM_{name}")
+            whole_number(environment, f"SLURM_{name}")
             for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
         )
         host = environment.get("SLURMD_NODENAME") or f"node{node}"
@@ -87,6 +87,23 @@ class SlurmStep(NamedTuple):
         """Return eight ports on which task 0 may listen, in order; some may be in use."""
         digest = hashlib.sha256(self.identity.encode()).digest()
         return [FIRST_PORT + number % PORTS for number in struct.unpack(">8H", digest[:16])]
+
+
+def whole_number(
+    environment: Mapping[str, str],
+    name: str,
+    default: int | None = None,
+    problem: str = "expected a whole number",
+) -> int:
+    """Return the whole number in a variable; for other text `default`. Raises UsageError without
+    one, with the text `problem`.
+    """
+    text = environment.get(name, "")
+    if text.isdigit():
+        return int(text)
+    if default is not None:
+        return default
+    raise UsageError(f"environment variable {name}={text[:60]!a}: {problem}")
 
 
 def first_host(nodes: str) -> str:
@@ -189,13 +206,11 @@ def _greet(connection: socket.socket, step: SlurmStep) -> SlurmTask | None:
     connection.settimeout(GREETING_S)
     _send(connection, {"step": step.identity})
     report = _receive(connection)
-    if report.pop("step", None) != step.identity:
-        return None
-    try:
-        task = SlurmTask(**report)
-    except TypeError:
-        return None
-    return task if task.rank in range(1, step.size) else None
+    with suppress(TypeError):  # not the fields of a task
+        if report.pop("step", None) == step.identity:
+            task = SlurmTask(**report)
+            return task if task.rank in range(1, step.size) else None
+    return None
 
 
 def _report(step: SlurmStep, deadline: float) -> tuple[Variables, str]:
@@ -256,10 +271,3 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return message if isinstance(message, dict) else {}
-
-
-def _integer(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
-    if not text.isdigit():
-        raise UsageError(f"environment variable {name}={text[:60]!a}: expected a whole number")
-    return int(text)

@@ -1,14 +1,17 @@
-"""Nested structures of tensors, such as batches and states: their items, and changed copies."""
+"""Nested structures of tensors, such as batches and states: their items, changed copies, hashes."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+
+CPU = torch.device("cpu")
 
 
 def items_of(value: Any) -> Mapping[Any, Any] | None:
@@ -29,13 +32,8 @@ def items_of(value: Any) -> Mapping[Any, Any] | None:
     return None
 
 
-def is_tensor(item: Any) -> bool:
-    """Return whether this is a tensor."""
-    return isinstance(item, torch.Tensor)
-
-
 def changed(
-    value: Any, change: Callable[[Any], Any], applies: Callable[[Any], bool] = is_tensor
+    value: Any, change: Callable[[Any], Any], applies: Callable[[Any], bool] = torch.is_tensor
 ) -> Any:
     """Return the same structure with what `applies` to replaced by its change.
 
@@ -59,15 +57,12 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(items)  # type: ignore[call-arg]
     copied = copy.copy(value)
-    if isinstance(copied, MutableMapping):
-        for key, item in items.items():  # `update` of a Counter would add
+    is_container = isinstance(copied, MutableMapping | list | deque)
+    for key, item in items.items():
+        if is_container:
             copied[key] = item
-    elif isinstance(copied, list | deque):
-        copied.clear()
-        copied.extend(items.values())
-    else:
-        for name, item in items.items():
-            object.__setattr__(copied, name, item)  # a dataclass may be frozen
+        else:
+            object.__setattr__(copied, key, item)  # a dataclass may be frozen
     return copied
 
 
@@ -87,3 +82,27 @@ def copied_to_cpu(value: Any) -> Any:
 def _copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().to("cpu", copy=True)
     return copied.contiguous() if copied.layout is torch.strided else copied
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of the elements in order, on the CPU; of a sparse tensor those of its dense
+    form.
+    """
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()
+    values = values.contiguous() if values.layout is torch.strided else values.to_dense()
+    return values.reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensors_sha256(named: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 over name, dtype, shape and little-endian bytes, sorted by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named.items()):
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def params_sha256(model: torch.nn.Module, with_buffers: bool = True) -> str:
+    """Return the `tensors_sha256` of a model's parameters, and of its buffers."""
+    buffers = dict(model.named_buffers()) if with_buffers else {}
+    return tensors_sha256(dict(model.named_parameters()) | buffers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
-from hvdtrain.slurm import is_step
+from hvdtrain.slurm import is_step, whole_number
 
 # Set by `hvdtrain launch` where OMP_NUM_THREADS is its own: a host's cores by its workers.
 CORES_SHARED_OUT = "HVDTRAIN_CORES_SHARED_OUT"
@@ -66,13 +66,18 @@ class Topology:
         for start in (*_JOINED, _SRUN):
             named = start.rank in environment or start.size in environment
             if is_step(environment) if start is _SRUN else named:
-                names = (start.rank, start.size, start.local_rank)
-                rank, size, local_rank = (_integer(environment, name) for name in names)
+                problem = "a whole number was expected (start workers with horovodrun)"
+                rank, size, local_rank = (
+                    whole_number(environment, name, problem=problem)
+                    for name in (start.rank, start.size, start.local_rank)
+                )
                 return cls(rank, size, local_rank, launched=True, start=start)
         for start in _FOREIGN:
-            if (size := _integer(environment, start.size, default=1)) > 1:
-                rank = _integer(environment, start.rank, default=0)
-                local_rank = _integer(environment, start.local_rank, default=0)
+            defaults = {start.rank: 0, start.size: 1, start.local_rank: 0}
+            rank, size, local_rank = (
+                whole_number(environment, name, default) for name, default in defaults.items()
+            )
+            if size > 1:
                 return cls(rank, size, local_rank, start=start)
         return cls(alone_in=_job_around(environment))
 
@@ -104,13 +109,11 @@ class Topology:
             return
         number = str(self.size) if self.start else "N"
         problem = (
-            "this process was started by itself in a job of several, and would do all the work"
+            f"{self.start.launcher} has started this process as one of {number}, but Horovod does "
+            "not connect them: each would do all the work by itself"
+            if self.start
+            else "this process was started by itself in a job of several, and would do all the work"
         )
-        if self.start:
-            problem = (
-                f"{self.start.launcher} has started this process as one of {number}, but Horovod "
-                "does not connect them: each would do all the work by itself"
-            )
         raise UsageError(
             f"{self.in_job_of_several}: {problem}. Use `hvdtrain launch -np {number} -- ...`, "
             f"`horovodrun -np {number} ...` or, in a job of Slurm, `srun -n {number} ...`; for one "
@@ -128,16 +131,3 @@ def _job_around(environment: Mapping[str, str]) -> str:
         if most.isdigit() and int(most) > 1 and not (is_task and name.startswith("SLURM_")):
             return f"{name}={value}"
     return ""
-
-
-def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a whole number; for other text `default`, or raise UsageError without one."""
-    text = environment.get(name, "")
-    if text.isdigit():
-        return int(text)
-    if default is not None:
-        return default
-    raise UsageError(
-        f"environment variable {name}={text!r}: a whole number was expected "
-        "(start workers with horovodrun)"
-    )

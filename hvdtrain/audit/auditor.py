@@ -33,15 +33,15 @@ from hvdtrain.audit.mismatch import (
 )
 from hvdtrain.errors import AuditMismatch, UsageError
 from hvdtrain.exchange.buckets import Message
-from hvdtrain.exchange.distributed_optimizer import parameters_of
-from hvdtrain.exchange.dtypes import ADDED_AS, real_length
+from hvdtrain.exchange.gradients import ADDED_AS, parameters_of, real_length
 from hvdtrain.files import obey_umask
+from hvdtrain.log import counted
 from hvdtrain.ring import Transport
 
 if TYPE_CHECKING:
     from hvdtrain.data.feeding import StepData
+    from hvdtrain.train.loop import Audit
     from hvdtrain.train.metering import StepSums
-    from hvdtrain.train.step import Audit
 
 DTYPES = (torch.float16, torch.float32, torch.float64, *ADDED_AS)
 
@@ -265,3 +265,11 @@ class Audits:
     def close(self) -> None:
         for audit in self._each:
             audit.close()
+
+
+def audit_line(checked: int, failed: int, worst: float) -> str:
+    """Return a line about all audits so far; `worst`: the largest error, in units of its bound."""
+    return (
+        f"audit: {counted(checked, 'step')} compared with the ring reference, {failed} failed; "
+        f"worst error {worst:.2f} of the rounding bound"
+    )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hvdtrain.exchange.dtypes import as_real, real_dtype
+from hvdtrain.exchange.gradients import as_real, dense, real_dtype
 
 # Elements compared at a time: their float64 arrays fit in a core's cache.
 BLOCK_ELEMENTS = 1 << 16
@@ -78,7 +80,7 @@ class LocalGradients:
         self._copies: dict[tuple[int, Piece], torch.Tensor] = {}
         self._share = 0
         self._copied_from: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Copy these pieces, those of a parameter side by side, from now on until `end`.
@@ -91,9 +93,9 @@ class LocalGradients:
         self._copied_from.clear()
         self._share = 0
         for number, group in groupby(pieces, lambda piece: piece.parameter):
-            copier = self._copier(list(group))
-            hook = self._parameters[number].register_post_accumulate_grad_hook(copier)
-            self._hooks.append(hook)
+            copy = partial(self._copy, list(group))
+            hook = self._parameters[number].register_post_accumulate_grad_hook(copy)
+            self._hooks.callback(hook.remove)
 
     def begin_share(self, share: int) -> None:
         """Store the copies that follow as those of `share`."""
@@ -101,9 +103,7 @@ class LocalGradients:
 
     def end(self) -> None:
         """Stop copying; the copies are kept."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
 
     @property
     def found_any(self) -> bool:
@@ -133,15 +133,12 @@ class LocalGradients:
         """Return the copy, of shape (piece.length,); None if the share had no gradient."""
         return self._copies.get((share, piece))
 
-    def _copier(self, pieces: list[Piece]) -> Callable[[torch.Tensor], None]:
-        def copy(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            self._copied_from[parameter] = parameter.grad, parameter.grad._version
-            flat = flattened(parameter.grad)
-            for piece in pieces:
-                self._copies[self._share, piece] = flat[piece.start : piece.stop].clone()
-
-        return copy
+    def _copy(self, pieces: list[Piece], parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._copied_from[parameter] = parameter.grad, parameter.grad._version
+        flat = flattened(parameter.grad)
+        for piece in pieces:
+            self._copies[self._share, piece] = flat[piece.start : piece.stop].clone()
 
 
 @dataclass(frozen=True)
@@ -169,20 +166,13 @@ class Block:
         raise IndexError(position)
 
 
-class Values(NamedTuple):
-    """The gradients of a block, on the CPU, in its dtype; zero if missing."""
-
-    block: Block
-    local: list[torch.Tensor]  # of each share that has any
-    reduced: torch.Tensor
-
-
 def values_of(
     blocks: Sequence[Block], local: LocalGradients, parameters: Sequence[torch.nn.Parameter]
-) -> Iterator[Values]:
-    """Yield the local and the reduced gradients of each block.
+) -> Iterator[tuple[Block, list[torch.Tensor], torch.Tensor]]:
+    """Yield each block with its local gradients, of each share that has any, and its reduced ones.
 
-    Those on a device are copied COPIED_BLOCKS blocks at a time: the host waits for each copy.
+    They are on the CPU, in the block's dtype; zero if missing. Those on a device are copied
+    COPIED_BLOCKS blocks at a time: the host waits for each copy.
     """
     shares = local.shares
     for start in range(0, len(blocks), COPIED_BLOCKS):
@@ -198,7 +188,7 @@ def values_of(
             *of_shares, reduced = (
                 block.joined(islice(on_cpu, count)) for _ in range(len(shares) + 1)
             )
-            yield Values(block, of_shares, reduced)
+            yield block, of_shares, reduced
 
 
 def _reduced(piece: Piece, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
@@ -228,10 +218,8 @@ def make_blocks(
     blocks: list[tuple[torch.dtype, list[Piece]]] = []
     room = 0
     for group in groups:
-        dtype, length = (
-            real_dtype(parameters[group[0].parameter].dtype),
-            sum(piece.length for piece in group),
-        )
+        dtype = real_dtype(parameters[group[0].parameter].dtype)
+        length = sum(piece.length for piece in group)
         if blocks and blocks[-1][0] == dtype and length <= room:
             blocks[-1][1].extend(group)
         else:
@@ -245,5 +233,4 @@ def flattened(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient as a dense one-dimensional tensor, in the order of its indices; complex
     numbers as pairs of reals.
     """
-    dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    return as_real(dense.resolve_conj()).reshape(-1)
+    return as_real(dense(gradient).resolve_conj()).reshape(-1)

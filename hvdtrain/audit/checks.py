@@ -11,7 +11,7 @@ import torch
 from hvdtrain.audit.capture import Block
 from hvdtrain.audit.mismatch import NO_ERROR, WorstError
 from hvdtrain.exchange import AVERAGE, Reduction
-from hvdtrain.exchange.dtypes import added_dtype, exactly
+from hvdtrain.exchange.gradients import added_dtype, exactly
 from hvdtrain.ring import Transport, all_gather, reduce_scatter, split_evenly
 from hvdtrain.ring.bound import (
     ERROR_BOUNDS,

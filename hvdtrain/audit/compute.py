@@ -19,25 +19,22 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.audit.digests import ShareDigests, Words, digest_of
 from hvdtrain.audit.trace import refuse_others
-from hvdtrain.data.feeding import to_device
+from hvdtrain.data.feeding import StepData, to_device
 from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.models.execution import copied
 from hvdtrain.tensors import changed, copied_to_cpu
 from hvdtrain.train.buffers import buffers_of, load_buffers
-from hvdtrain.train.workers import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from hvdtrain.data.feeding import StepData
-    from hvdtrain.train.job import Job
-    from hvdtrain.train.metering import StepSums
+from hvdtrain.train.generators import rng_state, set_rng_state
+from hvdtrain.train.job import Job
+from hvdtrain.train.metering import StepSums
 
 CLEARLY = 4.0  # times as far from the slope: more than rounding can explain
 SLOPE_STEP = 1e-6  # in the space of the parameters
@@ -98,9 +95,8 @@ class ComputeAudit:
         self._passes.clear()
         if step % self._every == 0:
             refuse_others(self._parameters, self._job.model, "--audit-compute")
-            share, _ = self._chosen(step)
-            weight = self._job.reduction.weight(self._exchange.size) / data.samples
-            self._share, self._weight = share, weight
+            self._share, _ = self._chosen(step)
+            self._weight = self._job.reduction.weight(self._exchange.size) / data.samples
 
     def begin_pass(self, share: int, batch: Any) -> None:
         """Keep what the chosen share is computed from."""
@@ -155,9 +151,7 @@ class ComputeAudit:
 
     def _opinions(self, work: ShareWork, ranks: Sequence[int]) -> list[Words]:
         """Collective: return the digests that each of `ranks` computes."""
-        opinion = None
-        if self._exchange.rank in ranks:
-            opinion = self._digests(work)
+        opinion = self._digests(work) if self._exchange.rank in ranks else None
         opinions = self._exchange.all_gather_object(opinion, "hvdtrain.compute_audit.gradients")
         return [opinions[rank] for rank in ranks]
 
@@ -274,8 +268,8 @@ class ComputeAudit:
     def _flat(self, gradients: Gradients) -> torch.Tensor:
         """Return the gradients of all parameters as one vector, in float64, on the CPU."""
         pairs = zip(self._parameters, gradients, strict=True)
-        dense = [(p.detach() * 0 if g is None else g).cpu().double() for p, g in pairs]
-        return torch.cat([gradient.reshape(-1) for gradient in dense])
+        dense = (p.detach() * 0 if g is None else g for p, g in pairs)
+        return torch.cat([gradient.cpu().double().reshape(-1) for gradient in dense])
 
     def _prepared(self, work: ShareWork) -> torch.nn.Module:
         """Return the copy of the model with the parameters of now, and the buffers of the share."""

@@ -14,15 +14,19 @@ have a given digest.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvdtrain.data.sending import digest_of as content_digest
+from hvdtrain.data.reading import digest_of as content_digest
 from hvdtrain.errors import UsageError
+from hvdtrain.exchange.gradients import bytes_of
 from hvdtrain.tensors import items_of
 
 WORDS = 2
@@ -36,7 +40,7 @@ def digest_of(tensor: torch.Tensor | None) -> Words:
     """Return the digest of a tensor's bytes, of shape (WORDS,); zeros for None."""
     if tensor is None:
         return np.zeros(WORDS, np.int32)
-    return _words(_hash_of(_bytes(tensor)))
+    return _words(_hash_of(bytes_of(tensor)))
 
 
 def text_of(words: Words) -> str:
@@ -54,7 +58,7 @@ class BatchDigest:
         """Add a batch: a tensor, a list, tuple or mapping of such, or another object."""
         if isinstance(batch, torch.Tensor):
             self._hash.update(f"{batch.dtype}{tuple(batch.shape)}".encode())
-            self._hash.update(_hash_of(_bytes(batch)).digest())
+            self._hash.update(_hash_of(bytes_of(batch)).digest())
         elif isinstance(batch, Mapping):
             for key in batch:
                 self._hash.update(repr(key).encode())
@@ -81,9 +85,11 @@ class ShareDigests:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
-        self._hooks: list[Any] = []
-        self._batches: dict[int, BatchDigest] = {}
-        self._gradients: dict[int, Words] = {}
+        self._hooks = ExitStack()
+        self._batches: dict[int, BatchDigest] = defaultdict(BatchDigest)
+        self._gradients: dict[int, Words] = defaultdict(
+            lambda: np.zeros((len(parameters), WORDS), np.int32)
+        )
         self._share = 0
 
     def begin(self) -> None:
@@ -95,19 +101,17 @@ class ShareDigests:
         self._batches.clear()
         self._gradients.clear()
         for number, parameter in enumerate(self._parameters):
-            hook = parameter.register_post_accumulate_grad_hook(self._hook(number))
-            self._hooks.append(hook)
+            hook = partial(self._gradient_is_ready, number)
+            self._hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
 
     def begin_pass(self, share: int, batch: Any) -> None:
         """Prepare for a backward pass over a batch of a share."""
         self._share = share
-        self._batches.setdefault(share, BatchDigest()).add(batch)
+        self._batches[share].add(batch)
 
     def end(self) -> None:
         """Stop; the digests are kept."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
 
     def table(self, shares: int) -> Words:
         """Return digests, of shape (shares, 1 + parameters, WORDS): batches, then each gradient.
@@ -121,13 +125,8 @@ class ShareDigests:
             table[share, 1:] = gradients
         return table
 
-    def _hook(self, number: int) -> Any:
-        def gradient_is_ready(parameter: torch.Tensor) -> None:
-            if self._share not in self._gradients:
-                self._gradients[self._share] = np.zeros((len(self._parameters), WORDS), np.int32)
-            self._gradients[self._share][number] = digest_of(parameter.grad)
-
-        return gradient_is_ready
+    def _gradient_is_ready(self, number: int, parameter: torch.Tensor) -> None:
+        self._gradients[self._share][number] = digest_of(parameter.grad)
 
 
 def _hash_of(data: NDArray[np.uint8]) -> Any:
@@ -149,10 +148,3 @@ def _content_of(batch: object) -> str:
 
 def _words(digest: Any) -> Words:
     return np.frombuffer(digest.digest()[: 4 * WORDS], "<i4").astype(np.int32)
-
-
-def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    dense = dense.cpu().contiguous()
-    data: NDArray[np.uint8] = dense.reshape(-1).view(torch.uint8).numpy()
-    return data

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.audit.capture import Block
 from hvdtrain.errors import name_ranks
-from hvdtrain.exchange.dtypes import as_real
+from hvdtrain.exchange.gradients import as_real, bytes_of
 from hvdtrain.ring import Transport, broadcast, gather
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -49,7 +49,7 @@ class Difference:
 
 def digest(values: torch.Tensor) -> int:
     """Return the CRC-32 of the bytes: equal bits give equal digests on every rank."""
-    return zlib.crc32(_bytes_of(values).data)
+    return zlib.crc32(bytes_of(values).data)
 
 
 def gather_errors(
@@ -86,7 +86,7 @@ def first_differences(
     block: Block, reduced: torch.Tensor, trusted: int, transport: Transport
 ) -> list[Difference | None]:
     """Collective: return by rank how its `reduced` first differs from that of rank `trusted`."""
-    local_bytes = _bytes_of(reduced)
+    local_bytes = bytes_of(reduced).reshape(-1, reduced.element_size())
     theirs = local_bytes.copy()
     broadcast(theirs, transport, trusted)
     row = np.zeros(5)
@@ -170,13 +170,6 @@ def _conclusion(trusted: list[int], errors: Sequence[WorstError]) -> str:
         f"{name_ranks(trusted)}, which is right: delivery, memory, or code that changes gradients "
         "is at fault there, or the rank is out of step with the others"
     )
-
-
-def _bytes_of(values: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a tensor, shape (elements, bytes per element)."""
-    contiguous = values.contiguous()
-    result: NDArray[np.uint8] = contiguous.view(torch.uint8).numpy()
-    return result.reshape(len(contiguous), contiguous.element_size())
 
 
 def _place(parameter: int, index: int, named: Named) -> str:

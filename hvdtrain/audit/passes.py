@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ class PassDigests:
         self.takers: dict[str, list[str]] = defaultdict(list)  # calls, by the tensor that they take
         self.indices: Indices = np.zeros(0, np.int64)  # of the samples of the global batch
         self._model, self._step = model, step
-        self._hooks: list[Any] = []
+        self._is_due, self._hooks = False, ExitStack()
         self._calls: Counter[str] = Counter()  # of each module in this pass
         self._open: list[str] = []  # the calls in progress, outermost first
         self._names = WeakTensorKeyDictionary()  # of the tensors whose gradients are digested
@@ -42,21 +43,22 @@ class PassDigests:
 
     def begin(self, step: int, data: StepData) -> None:
         """Digest the parameters and register the hooks, if it is the step."""
-        if step != self._step:
+        self._is_due = step == self._step
+        if not self._is_due:
             return
         self.indices = data.indices
         for name, parameter in self._model.named_parameters():
             self.parameters[f"the parameter {name}"] = _digest(parameter)
             if parameter.requires_grad:
                 hook = partial(self._parameter_is_ready, name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         for name, module in self._model.named_modules():
-            enter, leave = partial(self._enter, name or "the model"), self._leave
-            self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(leave))
+            enter = partial(self._enter, name or "the model")
+            self._hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            self._hooks.callback(module.register_forward_hook(self._leave).remove)
 
     def begin_pass(self, share: int, batch: Any) -> None:
-        if not self._hooks:
+        if not self._is_due:
             return
         self._current = {"the batch": _digest(batch)}
         self.passes.setdefault(share, []).append(self._current)
@@ -74,9 +76,7 @@ class PassDigests:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
 
     def _enter(self, name: str, module: torch.nn.Module, inputs: Any, named_inputs: Any) -> None:
         self._calls[name] += 1
@@ -102,7 +102,7 @@ class PassDigests:
         """Digest the gradient of a tensor when the backward pass has computed it."""
         self._names[tensor] = name
         hook = partial(self._gradient_is_ready, f"the gradient of {name}")
-        self._hooks.append(tensor.register_hook(hook))
+        self._hooks.callback(tensor.register_hook(hook).remove)
 
     def _gradient_is_ready(self, name: str, gradient: torch.Tensor) -> None:
         self._current[name] = _digest(gradient)

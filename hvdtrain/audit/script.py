@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from hvdtrain.audit.auditor import Auditor, AuditRecord
+from hvdtrain.audit.auditor import Auditor, AuditRecord, audit_line
 from hvdtrain.audit.checks import BoundCheck
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, refuse
 from hvdtrain.exchange import Reduction, SingleProcess, joined
 from hvdtrain.log import complain, counted, report_uncaught
 from hvdtrain.ring import Transport
@@ -50,10 +50,7 @@ class AuditCounts:
     def summary(self) -> str:
         """Return a line about all audits so far."""
         if self.checked:
-            return (
-                f"audit: {counted(self.checked, 'step')} compared with the ring reference, "
-                f"{self.failed} failed; worst error {self.worst:.2f} of the rounding bound"
-            )
+            return audit_line(self.checked, self.failed, self.worst)
         if self.ranks == 1:
             return "audit: nothing compared: a single worker exchanges nothing"
         return f"audit: nothing compared in {counted(self.calls, 'step')}{self._reason()}"
@@ -96,33 +93,25 @@ class GradientAudit:
         whose steps are then checked automatically; or the result of `hvdtrain.distribute`, which in
         a single process leaves nothing to check. `parts`: cover one of so many parts of the
         gradients in each audit. `compression`: none or fp16, and `op`: average or sum, as in the
-        optimizer. `evidence`: the folder for the gradients of a mismatch, or None. `transport`: by
-        default a ring over the ranks of this process's job. Raises UsageError for an invalid
-        argument, or if there is no job. An error of hvdtrain that the script does not catch, such
-        as AuditMismatch, ends it with one message and the exit code of that error.
+        optimizer. `evidence`: the folder for the gradients of a mismatch. `transport`: by default a
+        ring over this job's ranks. Raises UsageError for an invalid argument, or without a job. An
+        error of hvdtrain that is not caught ends the script with one message and its exit code.
         """
         report_uncaught()
-        if every < 1 or parts < 1:
-            raise UsageError(f"GradientAudit: every={every}, parts={parts}: must be above 0")
-        if compression not in ("none", "fp16"):
-            raise UsageError(f"GradientAudit: compression={compression!r}: none or fp16")
-        if op not in ERROR_BOUNDS:
-            raise UsageError(f"GradientAudit: op={op!r}: {' or '.join(ERROR_BOUNDS)}")
+        wrong = {
+            f"every={every}, parts={parts}: must be above 0": every < 1 or parts < 1,
+            f"compression={compression!r}: none or fp16": compression not in ("none", "fp16"),
+            f"op={op!r}: {' or '.join(ERROR_BOUNDS)}": op not in ERROR_BOUNDS,
+        }
+        refuse(f"GradientAudit: {problem}" for problem, applies in wrong.items() if applies)
         _refuse_sparse(model, optimizer)
-        self._on_record = on_record
-        ring = transport or _ring_of_this_job()
+        self._on_record, ring = on_record, transport or _ring_of_this_job()
         self._progress = AuditCounts(ring.rank, ring.size, every)
         atexit.register(self._progress.warn_if_idle)
         _notice_first_backward(model, self._progress)
-        self._auditor = Auditor(
-            model,
-            ring,
-            every,
-            self._note,
-            BoundCheck(ring, Reduction(op, compression)),
-            parts,
-            evidence=None if evidence is None else Path(evidence),
-        )
+        check = BoundCheck(ring, Reduction(op, compression))
+        folder = None if evidence is None else Path(evidence)
+        self._auditor = Auditor(model, ring, every, self._note, check, parts, evidence=folder)
         self._auditor.begin(1)
         if optimizer is not None and not isinstance(joined(), SingleProcess):
             self._follow(optimizer)

@@ -9,7 +9,7 @@ was the first to differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from hvdtrain.audit.digests import WORDS, ShareDigests, Words, digest_of, text_o
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
-from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import StepSums
 
@@ -210,78 +210,67 @@ def first_difference(
     gradient's elements, if the two added in other orders. Without equal bits of the reduced
     gradients their updates are not compared.
     """
-    if difference := _data_difference(one, other):
-        return difference
+    return next(_differences(one, other, names, bounds), None)
+
+
+def _differences(
+    one: TraceRecord, other: TraceRecord, names: Sequence[str], bounds: Sequence[float] | None
+) -> Iterator[RecordDifference]:
+    """Yield the differences in the order of computation. Each follows from equality before it."""
+    if one.samples != other.samples:
+        yield RecordDifference("data order", "the numbers of the samples differ")
+    if len(one.batches) != len(other.batches):
+        text = f"{len(one.batches)} and {len(other.batches)} shares: other batches of each"
+        yield RecordDifference("data", text)
+    if shares := _unequal(one.batches, other.batches):
+        yield RecordDifference("data", f"the batch of {_share(shares, one)}", shares[0])
     if len(one.reduced) != len(other.reduced):
         text = f"{len(one.reduced)} and {len(other.reduced)} trainable parameters: other models"
-        return RecordDifference("gradient", text)
-    shares = _unequal(one.gradients, other.gradients)
-    if shares:
-        gradients = _unequal(one.gradients[shares[0]], other.gradients[shares[0]])
-        text = (
-            f"{_of(names, gradients)} of {_counted(shares, one.batches, 'share')}, from equal data"
-        )
-        return RecordDifference("gradient", text, shares[0], names[gradients[0]])
+        yield RecordDifference("gradient", text)
+    if shares := _unequal(one.gradients, other.gradients):
+        numbers = _unequal(one.gradients[shares[0]], other.gradients[shares[0]])
+        where = f" of {_share(shares, one)}, from equal data"
+        yield _of_parameters("gradient", names, numbers, where, shares[0])
     reduced = _unequal(one.reduced, other.reduced)
     is_rounded = bool(reduced and bounds)
     if bounds:
-        numbers = range(len(one.reduced))
-        reduced = [n for n in numbers if not _is_within(one.sums, other.sums, bounds, n)]
+        recorded = len(one.sums) == len(other.sums) == len(bounds)
+        reduced = [
+            number
+            for number in range(len(one.reduced))
+            if not recorded or not _are_close(one.sums[number], other.sums[number], bounds[number])
+        ]
     if reduced:
-        text = f"{_of(names, reduced)}, from equal gradients of all shares"
-        return RecordDifference("reduction", text, parameter=names[reduced[0]])
+        yield _of_parameters("reduction", names, reduced, ", from equal gradients of all shares")
     if one.lr != other.lr:
-        return RecordDifference("update", f"the learning rate: {one.lr} and {other.lr}")
-    updated = _unequal(one.parameters, other.parameters)
-    if updated and not is_rounded:
-        text = f"{_of(names, updated)}, from equal reduced gradients"
-        return RecordDifference("update", text, parameter=names[updated[0]])
+        yield RecordDifference("update", f"the learning rate: {one.lr} and {other.lr}")
+    updated = [] if is_rounded else _unequal(one.parameters, other.parameters)
+    if updated:
+        yield _of_parameters("update", names, updated, ", from equal reduced gradients")
     if not _are_close(one.loss, other.loss):
         text = f"{one.loss} and {other.loss}, although all parameters agree"
-        return RecordDifference("loss", text)
-    return None
+        yield RecordDifference("loss", text)
 
 
-def _is_within(
-    one: Sequence[float | None],
-    other: Sequence[float | None],
-    bounds: Sequence[float],
-    number: int,
-) -> bool:
-    """Return whether two sums differ by rounding alone."""
-    if not (len(one) == len(other) == len(bounds)):
-        return False
-    ours, theirs = one[number], other[number]
-    if ours is None or theirs is None:
-        return ours is theirs
-    return abs(ours - theirs) <= bounds[number]
-
-
-def _are_close(one: float | None, other: float | None) -> bool:
+def _are_close(one: float | None, other: float | None, bound: float | None = None) -> bool:
+    """Return whether two numbers differ by at most `bound`, by default LOSS_ROUNDING of them."""
     if one is None or other is None:
         return one is other
-    return math.isclose(one, other, rel_tol=LOSS_ROUNDING)
-
-
-def _data_difference(one: TraceRecord, other: TraceRecord) -> RecordDifference | None:
-    if one.samples != other.samples:
-        return RecordDifference("data order", "the numbers of the samples differ")
-    if len(one.batches) != len(other.batches):
-        text = f"{len(one.batches)} and {len(other.batches)} shares: other batches of each"
-        return RecordDifference("data", text)
-    if shares := _unequal(one.batches, other.batches):
-        text = f"the batch of {_counted(shares, one.batches, 'share')}"
-        return RecordDifference("data", text, shares[0])
-    return None
+    rounding = LOSS_ROUNDING if bound is None else 0.0
+    return math.isclose(one, other, rel_tol=rounding, abs_tol=bound or 0.0)
 
 
 def _unequal(one: Sequence[Any], other: Sequence[Any]) -> list[int]:
     return [n for n, both in enumerate(zip(one, other, strict=True)) if both[0] != both[1]]
 
 
-def _of(names: Sequence[str], numbers: Sequence[int]) -> str:
-    return f"{names[numbers[0]]} ({len(numbers)} of {len(names)} parameters)"
+def _of_parameters(
+    what: str, names: Sequence[str], numbers: Sequence[int], where: str, share: int | None = None
+) -> RecordDifference:
+    first = names[numbers[0]]
+    text = f"{first} ({len(numbers)} of {len(names)} parameters){where}"
+    return RecordDifference(what, text, share, first)
 
 
-def _counted(numbers: Sequence[int], of: Sequence[Any], what: str) -> str:
-    return f"{what} {numbers[0]} ({len(numbers)} of {len(of)} {what}s)"
+def _share(shares: Sequence[int], record: TraceRecord) -> str:
+    return f"share {shares[0]} ({len(shares)} of {len(record.batches)} shares)"

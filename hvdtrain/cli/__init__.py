@@ -1,7 +1,7 @@
 """The command line, `hvdtrain COMMAND ...`: one module per command.
 
-A command's module has HELP, DESCRIPTION, `add_flags(parser)` and `run(arguments, problems,
-topology)`, which returns the exit code. `run` raises `problems`, those of unrecognised arguments,
+A command's module has HELP, DESCRIPTION, FLAGS and `run(arguments, problems, topology)`, which
+returns the exit code. `run` raises `problems`, those of unrecognised arguments,
 together with its own. It imports nothing slow before `run`, as `--help` imports every module, and
 nothing that only Linux has: `--help` and `--version` answer on any system.
 """
@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from argparse import HelpFormatter, RawDescriptionHelpFormatter
 from importlib import import_module
 
 from hvdtrain import __version__
-from hvdtrain.cli.flags import Parser
+from hvdtrain.cli.flags import Parser, add_command
 from hvdtrain.errors import PreflightError, UsageError
 from hvdtrain.log import open_missing_streams, report_left_out
 from hvdtrain.run.process import report_failure
@@ -80,15 +79,8 @@ def make_parser() -> Parser:
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         command = import_module(f"hvdtrain.cli.{name.replace('-', '_')}")
-        keeps_lines = "\n" in command.DESCRIPTION.rstrip()
-        formatter = RawDescriptionHelpFormatter if keeps_lines else HelpFormatter
-        subparser = parsers.add_parser(
-            name,
-            help=command.HELP,
-            description=command.DESCRIPTION,
-            formatter_class=formatter,
-            allow_abbrev=False,
-        )
-        command.add_flags(subparser)
+        subparser = add_command(parsers, name, command.HELP, command.DESCRIPTION, command.FLAGS)
+        if name == "bench":
+            command.add_benches(subparser)
         subparser.set_defaults(subcommand=name, run=command.run, explain=subparser.explain)
     return parser

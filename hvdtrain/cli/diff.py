@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-from hvdtrain.cli.flags import add_trust_code
-from hvdtrain.errors import UsageError
+from hvdtrain.cli.flags import TRUST_CODE, Flag
+from hvdtrain.errors import refuse
 from hvdtrain.files import json_problems
 from hvdtrain.topology import Topology
 
@@ -22,23 +21,18 @@ differs; or the run whose trace is not what its replay gives.
 
 Exit code 0: the same. 17: different.
 """
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("one", metavar="RUN_A", help="compare this run")
-    parser.add_argument("other", metavar="RUN_B", help="with this one")
-    parser.add_argument(
-        "--bisect", action="store_true", help="compute steps again, to name the first tensor"
-    )
-    add_trust_code(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the differences to FILE")
+FLAGS = (
+    Flag("one", "compare this run", metavar="RUN_A"),
+    Flag("other", "with this one", metavar="RUN_B"),
+    Flag("--bisect", "compute steps again, to name the first tensor", bool),
+    TRUST_CODE,
+    Flag("--json", "write the differences to FILE", metavar="FILE"),
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Compare and return the exit code. Raises UsageError."""
-    problems += json_problems(arguments["json"])
-    if problems:
-        raise UsageError(*problems)
+    refuse([*problems, *json_problems(arguments["json"])])
     from hvdtrain.evidence.diff import diff
 
     return diff(arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import time
@@ -10,13 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
-from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, UsageError
+from hvdtrain.cli.flags import (
+    CONTROLLERS,
+    HOST_FLAGS,
+    Flag,
+    find_hosts,
+    ssh_options,
+    wrong_flags,
+)
+from hvdtrain.config.fields import Check
+from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, UsageError, attempt
 from hvdtrain.files import json_problems, write_json
 from hvdtrain.launcher.doctor import failed, format_findings, format_verdict
-from hvdtrain.launcher.doctor.burn_in import burn_in, burn_in_json
-from hvdtrain.launcher.doctor.burn_in_checks import check_burn_in
-from hvdtrain.launcher.doctor.examination import Examination, Wishes, as_json, examine
+from hvdtrain.launcher.doctor.burn_in import burn_in, burn_in_json, check_burn_in
+from hvdtrain.launcher.doctor.examination import Examination, as_json, examine
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import raise_when_stopped
 from hvdtrain.launcher.ssh import SshSetup
@@ -30,31 +36,27 @@ DESCRIPTION = (
     "Check the requirements of training on these hosts (default: this machine). Each check is ok, "
     "warn or fail, with the fix. Exit code 3: a check failed."
 )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_host_flags(parser)
-    parser.add_argument(
+MINUTES = Check(lambda m: 0 < m < math.inf, "={:g}: must be a number of minutes above 0")
+FLAGS = (
+    HOST_FLAGS,
+    Flag(
         "--output",
+        "check DIR as the folder of runs (default: runs)",
         default="runs",
         metavar="DIR",
-        help="check DIR as the folder of runs (default: runs)",
-    )
-    parser.add_argument(
-        "--controller",
-        choices=("auto", "gloo", "mpi"),
-        default="auto",
-        help="check this one; auto: gloo",
-    )
-    parser.add_argument("--no-ring", action="store_true", help="start no workers")
-    parser.add_argument(
+    ),
+    Flag("--controller", "check this one; auto: gloo", default="auto", choices=CONTROLLERS),
+    Flag("--no-ring", "start no workers", bool),
+    Flag(
         "--burn-in",
-        type=float,
-        metavar="MINUTES",
-        help="then train on every core and GPU for so long, and compare the results bit by bit: "
+        "then train on every core and GPU for so long, and compare the results bit by bit: "
         "finds a processor, card or memory that computes wrong results",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write all findings and facts to FILE")
+        float,
+        metavar="MINUTES",
+        check=MINUTES,
+    ),
+    Flag("--json", "write all findings and facts to FILE", metavar="FILE"),
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
@@ -62,25 +64,24 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     interface = arguments["network_interface"]
     if interface is not None and not INTERFACE.fullmatch(interface):
         problems.append(f"--network-interface={interface}: not a valid name of a network interface")
-    problems += json_problems(arguments["json"])
+    problems += [*json_problems(arguments["json"]), *wrong_flags(FLAGS, arguments)]
     minutes = arguments["burn_in"]
-    if minutes is not None and not 0 < minutes < math.inf:
-        problems.append(f"--burn-in={minutes:g}: must be a number of minutes above 0")
     hosts = attempt(problems, lambda: find_hosts(arguments))
     options = attempt(problems, lambda: ssh_options(arguments))
     if problems or hosts is None or options is None:
         raise UsageError(*problems)
     hosts = hosts or (Host("localhost"),)
-    wishes = Wishes(
-        output=str(Path(arguments["output"]).expanduser().absolute()),
-        interface=interface,
-        controller=arguments["controller"],
-        ring=not arguments["no_ring"],
-    )
     raise_when_stopped()
     with SshSetup(hosts, options) as ssh:
         say(_headline(hosts))
-        examination = examine(hosts, ssh, wishes)
+        examination = examine(
+            hosts,
+            ssh,
+            output=str(Path(arguments["output"]).expanduser().absolute()),
+            interface=interface,
+            controller=arguments["controller"],
+            ring=not arguments["no_ring"],
+        )
         say(format_findings(examination.findings))
         if minutes is not None and examination.facts:
             _burn_in(examination, hosts, ssh, minutes)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-from hvdtrain.cli.flags import add_replacements, add_trust_code
+from hvdtrain.cli.flags import TRUST_CODE, Flag, replacements
 from hvdtrain.config.options import MAY_NAME_CODE
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import refuse
 from hvdtrain.topology import Topology
 
 HELP = "compute exact metrics of a checkpoint, on one device"
@@ -16,28 +15,23 @@ VALUES = (
     *MAY_NAME_CODE,
     *("data_dir", "image_size", "max_image_pixels", "valid_split", "workers", "device"),
 )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `train` that may differ from training."""
-    parser.add_argument(
-        "source", metavar="RUN_OR_CHECKPOINT", help="evaluate this run or checkpoint"
-    )
-    add_replacements(parser, VALUES)
-    parser.add_argument(
+FLAGS = (
+    Flag("source", "evaluate this run or checkpoint", metavar="RUN_OR_CHECKPOINT"),
+    *replacements(VALUES),
+    Flag(
         "--skip-bad-samples",
-        action="store_true",
-        default=None,
-        help="skip and count images that cannot be read (default: as in training)",
-    )
-    add_trust_code(parser)
-    parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
+        "skip and count images that cannot be read (default: as in training)",
+        bool,
+        more={"default": None},
+    ),
+    TRUST_CODE,
+    Flag("--json", "write all figures to FILE", metavar="FILE"),
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Evaluate and return the exit code. Raises UsageError."""
-    if problems:
-        raise UsageError(*problems)
+    refuse(problems)
     from hvdtrain.run.trained import evaluate
 
     return evaluate(arguments, (*VALUES, "skip_bad_samples"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import UsageError
+from hvdtrain.cli.flags import Flag
+from hvdtrain.errors import refuse
 from hvdtrain.topology import Topology
 
 HELP = "write plain weights that any PyTorch script loads"
@@ -15,21 +15,17 @@ DESCRIPTION = (
     "DataParallel, DistributedDataParallel or torch.compile, as plain safetensors, under the "
     "parameter names of the unwrapped model."
 )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", metavar="SOURCE", help="read this run, checkpoint or weights file"
-    )
-    parser.add_argument("out", metavar="OUT.safetensors", help="write this file")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.add_argument("--keep-names", action="store_true", help="keep wrappers' prefixes")
+FLAGS = (
+    Flag("source", "read this run, checkpoint or weights file", metavar="SOURCE"),
+    Flag("out", "write this file", metavar="OUT.safetensors"),
+    Flag("--force", "replace OUT if it exists", bool),
+    Flag("--keep-names", "keep wrappers' prefixes", bool),
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Export and return the exit code. Raises UsageError."""
-    if problems:
-        raise UsageError(*problems)
+    refuse(problems)
     from hvdtrain.weights.export import export
 
     return export(

@@ -1,18 +1,22 @@
-"""The argument parser, and the flags that several commands share."""
+"""The argument parser; flags as tables of a command; those that several commands share."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.fields import Check, wrong_values
 from hvdtrain.config.options import build_config, nearest, train_options
-from hvdtrain.errors import UsageError, closest
+from hvdtrain.errors import UsageError, attempt, closest
 from hvdtrain.launcher.hosts import Host, parse_host_list, read_hostfile
 from hvdtrain.launcher.sites import hosts_of_site
 from hvdtrain.launcher.ssh import SshOptions
@@ -20,7 +24,12 @@ from hvdtrain.launcher.ssh import SshOptions
 if TYPE_CHECKING:
     from hvdtrain.evidence.trials import Training
 
-Result = TypeVar("Result")
+NEGATABLE = {"action": argparse.BooleanOptionalAction}  # of a flag: --name, or --no-name
+CONTROLLERS = ("auto", "gloo", "mpi")
+SECONDS = Check(lambda s: 0 < s < math.inf, "={:g}: must be a number of seconds above 0")
+FOLDER = Check(
+    lambda path: path.is_dir() or not path.exists(), "={}: is not a folder; choose another"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,61 +74,155 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def add_train_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --config, --print-config, and a flag for each option."""
-    parser.add_argument("--config", metavar="FILE.yaml", help="read options; flags win")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the configuration and exit"
+@dataclass(frozen=True)
+class Flag:
+    """A flag or an argument of a command, and the check of its value."""
+
+    name: str  # such as --batch-size, or source; after a space, another spelling of it
+    help: str
+    type: Callable[[str], Any] = str  # bool: the flag takes no value
+    default: Any = None
+    metavar: str | None = None
+    choices: Iterable[str] | None = None
+    check: Check | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)  # what else argparse takes
+
+
+@dataclass(frozen=True)
+class Section:
+    """Flags below a title of their own; without one, flags of which at most one may be given."""
+
+    title: str
+    flags: Sequence[Flag | Section]
+
+
+Flags = Sequence[Flag | Section]
+
+
+def add_command(parsers: Any, name: str, text: str, description: str, flags: Flags) -> Parser:
+    """Add the parser of a command. The lines of a description of several lines are kept."""
+    kept = argparse.RawDescriptionHelpFormatter
+    formatter = kept if "\n" in description.rstrip() else argparse.HelpFormatter
+    parser: Parser = parsers.add_parser(
+        name, help=text, description=description, formatter_class=formatter, allow_abbrev=False
     )
-    sections: dict[str, argparse._ArgumentGroup] = {}
+    add_all(parser, flags)
+    return parser
+
+
+def add_all(parser: argparse._ActionsContainer, flags: Flags) -> None:
+    """Add these flags to a parser, or to a group of its flags."""
+    for flag in flags:
+        if isinstance(flag, Flag):
+            value = {"type": flag.type, "metavar": flag.metavar, "choices": flag.choices}
+            kind = {"action": "store_true"} if flag.type is bool else value
+            default = {} if flag.default is None else {"default": flag.default}
+            options: dict[str, Any] = {**kind, **default, **flag.more}
+            parser.add_argument(*flag.name.split(), help=flag.help, **options)
+        elif flag.title:
+            add_all(parser.add_argument_group(flag.title), flag.flags)
+        else:
+            add_all(parser.add_mutually_exclusive_group(), flag.flags)
+
+
+def wrong_flags(flags: Flags, arguments: Mapping[str, Any]) -> list[str]:
+    """Return a message for each flag whose check fails."""
+    problems = []
+    for flag in flags:
+        if isinstance(flag, Section):
+            problems += wrong_flags(flag.flags, arguments)
+        elif flag.check:
+            name = flag.more.get("dest", flag.name.lstrip("-").replace("-", "_"))
+            problems += wrong_values([(flag.name, arguments[name], flag.check)])
+    return problems
+
+
+def flags_of_train() -> Flags:
+    """Return --config, --print-config, and a flag for each option."""
+    sections: dict[str, list[Flag]] = defaultdict(list)
     for option in train_options().values():
-        section = sections.get(option.group) or parser.add_argument_group(option.group)
-        sections[option.group] = section
-        default = "" if option.default is None else f" (default: {option.default})"
-        kind: dict[str, Any] = {
-            "type": option.type,
-            "choices": option.choices or None,
-            "metavar": None if option.choices else option.type.__name__.upper(),
-        }
-        if option.type is bool:
-            default, kind = "", {"action": argparse.BooleanOptionalAction}
-        section.add_argument(
-            *([option.short] if option.short else []),
-            f"--{option.name.replace('_', '-')}",
-            dest=option.name,
+        is_switch = option.type is bool
+        default = "" if option.default is None or is_switch else f" (default: {option.default})"
+        flag = Flag(
+            " ".join(option.spellings),
+            (option.help + default).replace("%", "%%"),
+            option.type,
             default=argparse.SUPPRESS,
-            help=(option.help + default).replace("%", "%%"),
-            **kind,
+            metavar=None if option.choices else option.type.__name__.upper(),
+            choices=option.choices or None,
+            more=NEGATABLE if is_switch else {},
         )
+        sections[option.group].append(flag)
+    return [
+        Flag("--config", "read options; flags win", metavar="FILE.yaml"),
+        Flag("--print-config", "print the configuration and exit", bool),
+        *(Section(title, flags) for title, flags in sections.items()),
+    ]
+
+
+def replacements(names: Sequence[str]) -> Flags:
+    """Return the flags of `train` that replace what a run was trained with; without defaults."""
+    text, options = "replace the value used in training, as in train", train_options()
+    return [
+        Flag(" ".join(option.spellings), text, option.type, choices=option.choices or None)
+        for option in map(options.__getitem__, names)
+    ]
+
+
+TRAIN_FLAGS = flags_of_train()
+TRIAL_FLAGS = (  # of a command that runs a `train` command several times
+    Flag("--controller", "use this controller (gloo)", default="gloo", choices=CONTROLLERS[1:]),
+    Flag(
+        "train",
+        "verify this command, or -- python SCRIPT ... with a hvdtrain.Loop",
+        metavar="-- train ...",
+        more={"nargs": "*"},
+    ),
+)
+SSH_FLAGS = (  # named as in horovodrun
+    Section(
+        "",
+        (
+            Flag("-H --hosts", "use these hosts and slots", metavar="A:2,B:4"),
+            Flag("--hostfile -hostfile", "read hosts, one per line: NAME slots=N", metavar="FILE"),
+        ),
+    ),
+    Flag("-p --ssh-port", "connect to this sshd port", int, metavar="PORT"),
+    Flag("-i --ssh-identity-file", "log in with this key", Path, metavar="FILE"),
+)
+HOSTS_TITLE = "hosts (default: those of Slurm or the MPI Operator, else this machine)"
+HOST_FLAGS = Section(
+    HOSTS_TITLE,
+    (
+        *SSH_FLAGS,
+        Flag(
+            "--network-interface",
+            "connect hosts over this interface (default: detected)",
+            metavar="NAME",
+        ),
+    ),
+)
+TRUST_CODE = Flag(
+    "--trust-code",
+    "run code named by the checkpoint, even if the command line does not name it",
+    bool,
+)
 
 
 def read_train_flags(prog: str, flags: Sequence[str]) -> TrainConfig:
     """Return the configuration of a `train` command that another command starts."""
     parser = Parser(prog=prog, allow_abbrev=False)
-    add_train_flags(parser)
+    add_all(parser, TRAIN_FLAGS)
     arguments, unknown = parser.parse_known_args(flags)
     if arguments.print_config:
         raise UsageError("--print-config starts no workers: give it to `hvdtrain train`")
     return build_config(vars(arguments), parser.explain(unknown))
 
 
-def add_trial_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a command that runs a `train` command several times."""
-    parser.add_argument(
-        "--controller", choices=("gloo", "mpi"), default="gloo", help="use this controller (gloo)"
-    )
-    parser.add_argument(
-        "train",
-        nargs="*",
-        metavar="-- train ...",
-        help="verify this command, or -- python SCRIPT ... with a hvdtrain.Loop",
-    )
-
-
 def read_training(
     arguments: dict[str, Any], problems: list[str], command: str, usage: str
 ) -> tuple[Training, TrainConfig | None]:
-    """Return the training of `add_trial_flags`, and its configuration: None for a script, or if
+    """Return the training of TRIAL_FLAGS, and its configuration: None for a script, or if
     `problems` grow.
 
     `command`: the name of the command that runs it; `usage`: its own flags.
@@ -139,27 +242,6 @@ def read_training(
     return Training(words[1:], controller), config
 
 
-def add_host_flags(parser: argparse.ArgumentParser, with_interface: bool = True) -> None:
-    """Add the flags of hosts, ssh and the network interface, named as in horovodrun."""
-    group = parser.add_argument_group(
-        "hosts (default: those of Slurm or the MPI Operator, else this machine)"
-    )
-    hosts = group.add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", metavar="A:2,B:4", help="use these hosts and slots")
-    hosts.add_argument(
-        "--hostfile", "-hostfile", metavar="FILE", help="read hosts, one per line: NAME slots=N"
-    )
-    add = group.add_argument
-    add("-p", "--ssh-port", type=int, metavar="PORT", help="connect to this sshd port")
-    add("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="log in with this key")
-    if with_interface:
-        add(
-            "--network-interface",
-            metavar="NAME",
-            help="connect hosts over this interface (default: detected)",
-        )
-
-
 def find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
     """Return the hosts of the flags, else of the site, else none."""
     if arguments["hosts"] is not None:
@@ -171,35 +253,3 @@ def find_hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
 
 def ssh_options(arguments: dict[str, Any]) -> SshOptions:
     return SshOptions(arguments["ssh_port"], arguments["ssh_identity_file"])
-
-
-def attempt(problems: list[str], action: Callable[[], Result]) -> Result | None:
-    """Return the result of `action`, or on UsageError extend `problems` and return None."""
-    try:
-        return action()
-    except UsageError as error:
-        problems.extend(error.problems)
-        return None
-
-
-def add_replacements(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add the flags of `train` that replace what a run was trained with; without defaults."""
-    options = train_options()
-    for name in names:
-        option = options[name]
-        parser.add_argument(
-            *([option.short] if option.short else []),
-            f"--{name.replace('_', '-')}",
-            dest=name,
-            type=option.type,
-            choices=option.choices or None,
-            help="replace the value used in training, as in train",
-        )
-
-
-def add_trust_code(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help="run code named by the checkpoint, even if the command line does not name it",
-    )

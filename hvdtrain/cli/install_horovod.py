@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import EXIT_OK, UsageError
+from hvdtrain.cli.flags import NEGATABLE, Flag
+from hvdtrain.errors import EXIT_OK, refuse
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
@@ -19,28 +19,28 @@ DESCRIPTION = (
     "except that Horovod's requirements are installed where they are absent. Exit code 3: it "
     "cannot be built here."
 )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+FLAGS = (
+    Flag(
         "--wheel-dir",
+        "write the wheel into DIR, for other hosts and images, instead of installing it",
         metavar="DIR",
-        help="write the wheel into DIR, for other hosts and images, instead of installing it",
-    )
-    parser.add_argument(
+    ),
+    Flag(
         "--cuda",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="build for GPUs also where there is none, or never (default: where torch has CUDA and "
+        "build for GPUs also where there is none, or never (default: where torch has CUDA and "
         "the machine a GPU)",
-    )
-    parser.add_argument(
+        bool,
+        more=NEGATABLE,
+    ),
+    Flag(
         "--mpi",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="build with the Open MPI 4 of the system or of this environment, if there is one "
+        "build with the Open MPI 4 of the system or of this environment, if there is one "
         "(default), or with Gloo alone",
-    )
+        bool,
+        default=True,
+        more=NEGATABLE,
+    ),
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
@@ -50,8 +50,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
 
     if topology.launched:
         problems.append("install-horovod is not for workers: start it alone, without horovodrun")
-    if problems:
-        raise UsageError(*problems)
+    refuse(problems)
 
     def note(text: str) -> None:
         say(f"install-horovod: {text}")

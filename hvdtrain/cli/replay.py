@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 from typing import Any
 
-from hvdtrain.cli.flags import add_replacements, add_trust_code
+from hvdtrain.cli.flags import TRUST_CODE, Flag, replacements, wrong_flags
+from hvdtrain.config.fields import at_least, step_range
 from hvdtrain.errors import UsageError
 from hvdtrain.files import json_problems
 from hvdtrain.topology import Topology
@@ -24,39 +23,34 @@ the data, the data, a gradient, the reduction or the update differs.
 VALUES = ("data", "data_dir", "task", "model", "device", "workers")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="RUN", help="check this run")
-    parser.add_argument("--steps", metavar="A-B", help="compute these (default: all recorded)")
-    parser.add_argument(
-        "--sample", metavar="K", type=int, help="compute so many recorded steps, chosen at random"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="choose them by this seed (default: 0)")
-    add_replacements(parser, VALUES)
-    add_trust_code(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the steps and the difference to FILE")
+ALL = (1, 2**62)  # steps
+FLAGS = (
+    Flag("source", "check this run", metavar="RUN"),
+    Flag("--steps", "compute these (default: all recorded)", metavar="A-B"),
+    Flag(
+        "--sample",
+        "compute so many recorded steps, chosen at random",
+        int,
+        metavar="K",
+        check=at_least(1),
+    ),
+    Flag("--seed", "choose them by this seed (default: 0)", int, default=0),
+    *replacements(VALUES),
+    TRUST_CODE,
+    Flag("--json", "write the steps and the difference to FILE", metavar="FILE"),
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Replay and return the exit code. Raises UsageError."""
-    problems += json_problems(arguments["json"])
-    first, last = _range(arguments["steps"], problems)
-    sample = arguments["sample"]
-    if sample is not None and sample < 1:
-        problems.append(f"--sample={sample}: must be at least 1")
-    if problems:
+    problems += [*json_problems(arguments["json"]), *wrong_flags(FLAGS, arguments)]
+    text = arguments["steps"]
+    steps = ALL if text is None else step_range(text if "-" in text else f"{text}-{text}")
+    if steps is None:
+        hint = "give one step, or the first and the last, such as 100-200"
+        problems.append(f"--steps={text}: {hint}")
+    if problems or steps is None:
         raise UsageError(*problems)
-    from hvdtrain.evidence.replay import StepChoice, replay
+    from hvdtrain.evidence.replay import replay
 
-    return replay(arguments, VALUES, StepChoice(first, last, sample, arguments["seed"]))
-
-
-def _range(text: str | None, problems: list[str]) -> tuple[int, int]:
-    """Return the first and the last step of a range; all without one. Adds to `problems`."""
-    if text is None:
-        return 1, 2**62
-    if re.fullmatch(r"[0-9]+(-[0-9]+)?", text):
-        first, _, last = text.partition("-")
-        if 1 <= int(first) <= int(last or first):
-            return int(first), int(last or first)
-    problems.append(f"--steps={text}: give one step, or the first and the last, such as 100-200")
-    return 1, 2**62
+    return replay(arguments, VALUES, range(steps[0], steps[1] + 1))

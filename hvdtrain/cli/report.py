@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import attempt
-from hvdtrain.errors import EXIT_OK, UsageError
+from hvdtrain.cli.flags import Flag
+from hvdtrain.errors import EXIT_OK, UsageError, attempt
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
@@ -18,16 +17,15 @@ DESCRIPTION = (
     "index.html: one page with all plots, the results of each run, and the options in which they "
     "differ."
 )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="read this run's folder")
-    parser.add_argument(
+FLAGS = (
+    Flag("runs", "read this run's folder", Path, metavar="RUN", more={"nargs": "+"}),
+    Flag(
         "--output",
-        type=Path,
+        "write plots and page to DIR (default: RUN/report, or report for several runs)",
+        Path,
         metavar="DIR",
-        help="write plots and page to DIR (default: RUN/report, or report for several runs)",
-    )
+    ),
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import add_host_flags, attempt, find_hosts, ssh_options
-from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
+from hvdtrain.cli.flags import HOSTS_TITLE, SSH_FLAGS, Flag, Section, find_hosts, ssh_options
+from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError, attempt
 from hvdtrain.launcher.doctor import failed, format_findings
 from hvdtrain.launcher.processes import raise_when_stopped
 from hvdtrain.launcher.ssh import SshSetup, is_local
@@ -23,22 +22,17 @@ DESCRIPTION = (
     "the old one once it is complete. Hosts need SSH, and the Python that the environment was made "
     "with. Exit code 3: a host cannot take the copies, and none was changed."
 )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_host_flags(parser, with_interface=False)
-    parser.add_argument(
-        "folders", nargs="*", metavar="FOLDER", help="also copy these folders, such as data"
-    )
-    parser.add_argument(
+FLAGS = (
+    Section(HOSTS_TITLE, SSH_FLAGS),
+    Flag("folders", "also copy these folders, such as data", metavar="FOLDER", more={"nargs": "*"}),
+    Flag(
         "--leave-out",
-        action="append",
+        f"do not copy NAME in the current folder (default: {', '.join(LEFT_OUT)}); repeatable",
         metavar="NAME",
-        help=f"do not copy NAME in the current folder (default: {', '.join(LEFT_OUT)}); repeatable",
-    )
-    parser.add_argument(
-        "--remove", action="store_true", help="remove from the hosts what was copied there"
-    )
+        more={"action": "append"},
+    ),
+    Flag("--remove", "remove from the hosts what was copied there", bool),
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:

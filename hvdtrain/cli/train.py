@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from hvdtrain.cli.flags import add_train_flags
+from hvdtrain.cli.flags import TRAIN_FLAGS
 from hvdtrain.config.options import build_config, dump_yaml
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.log import say
 from hvdtrain.run.process import quick_imports
 from hvdtrain.topology import Topology
 
-add_flags = add_train_flags
 HELP = "train a model in one process, or on N workers under hvdtrain launch -np N"
 DESCRIPTION = (
     "Train one model in this process. For N workers use `hvdtrain launch -np N -- train ...`, or "
     "`horovodrun -np N hvdtrain train ...`, which works wherever Horovod does."
 )
+FLAGS = TRAIN_FLAGS
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:

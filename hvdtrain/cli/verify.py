@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.errors import UsageError
-from hvdtrain.evidence.verify import DTYPES, FAULTS, OPERATIONS, VerifyOptions
+from hvdtrain.cli.flags import Flag, wrong_flags
+from hvdtrain.config.fields import Check, at_least
+from hvdtrain.errors import refuse
+from hvdtrain.evidence.verify import DTYPES, FAULTS, OPERATIONS
 from hvdtrain.topology import Topology
 
 SIZES = "0,4,4100,64K,4M"
@@ -33,24 +34,20 @@ reducescatter, 1 for broadcast.
 
 Exit code 17: a result is wrong. With --inject, 17: the fault was found, as expected; 1: it was not.
 """
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--full", action="store_true", help=f"verify sizes up to 64 MiB: --sizes {FULL_SIZES}"
-    )
-    parser.add_argument(
-        "--ops", metavar="A,B", help=f"verify some of {', '.join(OPERATIONS)}; allreduce: all four"
-    )
-    parser.add_argument("--dtypes", metavar="A,B", help=f"verify some of {', '.join(DTYPES)}")
-    parser.add_argument(
-        "--sizes", metavar="A,B", help=f"verify these sizes in bytes, K, M or G ({SIZES})"
-    )
-    parser.add_argument(
-        "--inject", metavar="FAULT", help=f"inject a fault, to check detection: {', '.join(FAULTS)}"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the outcome of every case to FILE")
-    parser.add_argument("--seed", type=int, default=0, help="seed values and faults (default: 0)")
+FLAGS = (
+    Flag("--full", f"verify sizes up to 64 MiB: --sizes {FULL_SIZES}", bool),
+    Flag("--ops", f"verify some of {', '.join(OPERATIONS)}; allreduce: all four", metavar="A,B"),
+    Flag("--dtypes", f"verify some of {', '.join(DTYPES)}", metavar="A,B"),
+    Flag("--sizes", f"verify these sizes in bytes, K, M or G ({SIZES})", metavar="A,B"),
+    Flag(
+        "--inject",
+        f"inject a fault, to check detection: {', '.join(FAULTS)}",
+        metavar="FAULT",
+        check=Check(FAULTS.__contains__, f"={{}}: unknown; choose from {', '.join(FAULTS)}"),
+    ),
+    Flag("--json", "write the outcome of every case to FILE", metavar="FILE"),
+    Flag("--seed", "seed values and faults (default: 0)", int, default=0, check=at_least(0)),
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
@@ -62,20 +59,18 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         )
     if arguments["full"] and arguments["sizes"]:
         problems.append("--full and --sizes: give one of them")
-    if arguments["seed"] < 0:
-        problems.append(f"--seed={arguments['seed']}: must be at least 0")
-    fault = arguments["inject"]
-    if fault is not None and fault not in FAULTS:
-        problems.append(f"--inject={fault}: unknown; choose from {', '.join(FAULTS)}")
-    operations = _choose("--ops", arguments["ops"], OPERATIONS, problems)
-    dtypes = _choose("--dtypes", arguments["dtypes"], DTYPES, problems)
-    sizes = _sizes(arguments["sizes"] or (FULL_SIZES if arguments["full"] else SIZES), problems)
-    if problems:
-        raise UsageError(*problems)
+    problems += wrong_flags(FLAGS, arguments)
+    sizes = arguments["sizes"] or (FULL_SIZES if arguments["full"] else SIZES)
+    chosen = (
+        _choose("--ops", arguments["ops"], OPERATIONS, problems),
+        _choose("--dtypes", arguments["dtypes"], DTYPES, problems),
+        _sizes(sizes, problems),
+    )
+    refuse(problems)
+    from hvdtrain.evidence.verify.cases import plan_cases
     from hvdtrain.evidence.verify.verification import verify
 
-    json, seed = arguments["json"], arguments["seed"]
-    return verify(VerifyOptions(operations, dtypes, sizes, fault, json, seed), topology)
+    return verify(plan_cases(*chosen, topology.size), arguments, topology)
 
 
 def _choose(

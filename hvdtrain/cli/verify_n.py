@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-from hvdtrain.cli.flags import add_trial_flags, read_training
-from hvdtrain.errors import UsageError
+from hvdtrain.cli.flags import TRIAL_FLAGS, Flag, read_training
+from hvdtrain.config.fields import whole_number
+from hvdtrain.errors import refuse
 from hvdtrain.files import json_problems
 from hvdtrain.topology import Topology
 
@@ -19,12 +19,11 @@ parameters must be the same bit for bit.
 Exit code 17: they differ. The first step and the parameter are named, and the likely cause, found
 by experiment on that step's batch.
 """
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-np", metavar="A,B", help="run on these numbers of workers, such as 1,2,3")
-    parser.add_argument("--json", metavar="FILE", help="write runs, difference and causes to FILE")
-    add_trial_flags(parser)
+FLAGS = (
+    Flag("-np", "run on these numbers of workers, such as 1,2,3", metavar="A,B"),
+    Flag("--json", "write runs, difference and causes to FILE", metavar="FILE"),
+    *TRIAL_FLAGS,
+)
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
@@ -32,23 +31,20 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     counts = _counts(arguments["np"], problems)
     problems += json_problems(arguments["json"])
     training, config = read_training(arguments, problems, "verify-n", "-np 1,2,3")
-    from hvdtrain.evidence.verify_n.certificate import VerifyNOptions, unfit_for_every_n, verify_n
+    from hvdtrain.evidence.verify_n.certificate import unfit_for_every_n, verify_n
 
     if config is not None:
         problems += unfit_for_every_n(config, counts)
-    if problems:
-        raise UsageError(*problems)
-    return verify_n(VerifyNOptions(training, config, counts, arguments["json"]))
+    refuse(problems)
+    return verify_n(training, config, counts, arguments["json"])
 
 
 def _counts(text: str | None, problems: list[str]) -> tuple[int, ...]:
     """Return the numbers of workers, ascending; add to `problems` unless there are two or more."""
-    counts = set()
-    for part in (text or "").split(","):
-        if part.isascii() and part.isdigit() and int(part) > 0:
-            counts.add(int(part))
-        elif text is not None:
-            problems.append(f"-np={text}: {part!r} is not a number of workers, 1 or more")
+    parts = [] if text is None else text.split(",")
+    wrong = [part for part in parts if not whole_number(part)]
+    problems += [f"-np={text}: {part!r} is not a number of workers, 1 or more" for part in wrong]
+    counts = {whole_number(part) for part in parts if part not in wrong}
     if len(counts) < 2:
         problems.append("-np: give two or more different numbers of workers, such as -np 1,2,3")
     return tuple(sorted(counts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.config.fields import AUTO
+from hvdtrain.config.fields import AUTO, FlagGroup
 from hvdtrain.config.groups import (
     DEFAULT_EPOCHS,
     DEFAULT_GLOBAL_BATCH_SIZE,
@@ -22,7 +22,6 @@ from hvdtrain.config.groups import (
     RunConfig,
     ScheduleConfig,
 )
-from hvdtrain.errors import UsageError
 
 __all__ = [
     "DEFAULT_EPOCHS",
@@ -40,7 +39,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(FlagGroup):
     """The complete configuration of `hvdtrain train`, by groups."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -52,53 +51,41 @@ class TrainConfig:
     check: CheckConfig = field(default_factory=CheckConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
-    def __post_init__(self) -> None:
-        if problems := self.problems():
-            raise UsageError(*problems)
-
     def problems(self) -> list[str]:
         """Return a message for each pair of groups that contradict each other."""
-        smoothing = self.model.label_smoothing
-        labelled = [f"--label-smoothing={smoothing}"] if smoothing else []
-        problems = [
-            f"{flag}: is for classification, and --task={self.model.task} has a loss of its own: "
-            "leave one of them out"
-            for flag in (*labelled, *self.data.mixes)
-            if self.model.task
-        ]
-        if self.batch.rank_weights == AUTO and self.data.data_placement != "shared":
-            problems.append(
-                f"--rank-weights={AUTO} and --data-placement={self.data.data_placement}: a sample "
-                "goes to a rank of its host, however fast: give weights, or leave one of them out"
-            )
-        if self.model.compile and self.precision.sync_bn:
-            problems.append(
+        model, data, batch = self.model, self.data, self.batch
+        precision, audited = self.precision, self.check.audit_compute
+        smoothing = [f"--label-smoothing={model.label_smoothing}"] if model.label_smoothing else []
+        own_loss = f"is for classification, and --task={model.task} has a loss of its own"
+        virtual, virtual_flag = batch.virtual_workers, f"--virtual-workers={batch.virtual_workers}"
+        contradictions = [
+            *((model.task, f"{flag}: {own_loss}:") for flag in (*smoothing, *data.mixes)),
+            (
+                batch.rank_weights == AUTO and data.data_placement != "shared",
+                f"--rank-weights={AUTO} and --data-placement={data.data_placement}: a sample goes "
+                "to a rank of its host, however fast: give weights, or",
+            ),
+            (
+                model.compile and precision.sync_bn,
                 "--compile and --sync-bn: layers that exchange sums within a pass cannot be "
-                "compiled: leave one of them out"
-            )
-        if self.check.audit_compute and self.precision.sync_bn:
-            problems.append(
-                f"--audit-compute={self.check.audit_compute} and --sync-bn: a rank alone cannot "
-                "compute what layers normalise over all ranks: leave one of them out"
-            )
-        virtual_flag = f"--virtual-workers={self.batch.virtual_workers}"
-        refused = {
-            "--sync-bn": (
-                self.precision.sync_bn,
-                "normalises over workers; virtual ones share none",
+                "compiled:",
             ),
-            f"--compression={self.precision.compression}": (
-                self.precision.compression != "none",
-                "virtual workers exchange integers, which are not compressed",
+            (
+                audited and precision.sync_bn,
+                f"--audit-compute={audited} and --sync-bn: a rank alone cannot compute what layers "
+                "normalise over all ranks:",
             ),
-        }
-        if self.batch.virtual_workers is None:
-            return problems
-        return problems + [
-            f"{virtual_flag} and {flag}: {reason}: leave one of them out"
-            for flag, (is_given, reason) in refused.items()
-            if is_given
+            (
+                virtual and precision.sync_bn,
+                f"{virtual_flag} and --sync-bn: normalises over workers; virtual ones share none:",
+            ),
+            (
+                virtual and precision.compression != "none",
+                f"{virtual_flag} and --compression={precision.compression}: virtual workers "
+                "exchange integers, which are not compressed:",
+            ),
         ]
+        return [f"{text} leave one of them out" for is_wrong, text in contradictions if is_wrong]
 
     @property
     def promises_bits(self) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from typing import Any, NamedTuple
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import refuse
 
 
 class Check(NamedTuple):
@@ -18,15 +18,38 @@ class Check(NamedTuple):
     problem: str
 
 
+def at_least(least: int) -> Check:
+    """Return the check of a finite number that must be at least this one."""
+    return Check(lambda number: least <= number < math.inf, f"={{}}: must be at least {least}")
+
+
 NOT_EMPTY = Check(bool, " is empty")
 POSITIVE = Check(lambda number: 0 < number < math.inf, "={}: must be above 0")
-NOT_NEGATIVE = Check(lambda number: 0 <= number < math.inf, "={}: must be at least 0")
+NOT_NEGATIVE = at_least(0)
+BELOW_1 = Check(lambda part: 0 <= part < 1, "={}: must be at least 0 and below 1")
 SOME_TRACKERS = Check(
     ("mlflow", "wandb", "mlflow,wandb", "wandb,mlflow").__contains__,
     "={}: choose from mlflow, wandb, or both, separated by a comma",
 )
 AUTO = "auto"
 Allowed = Check | tuple[str, ...]  # the latter: choices
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option: --batch-size of batch_size."""
+    return f"--{name.replace('_', '-')}"
+
+
+def wrong_values(flags: Iterable[tuple[str, Any, Check | None]]) -> list[str]:
+    """Return a message for each flag, with its value and its check, whose check fails.
+
+    A value of None is one that is not given.
+    """
+    return [
+        f"{flag}{check.problem.format(value)}"
+        for flag, value, check in flags
+        if value is not None and check and not check.holds(value)
+    ]
 
 
 def flag(
@@ -41,7 +64,7 @@ def flag(
     if choices:
         allowed = Check(choices.__contains__, f"={{}}: choose from {', '.join(choices)}")
     metadata = {"help": text, "choices": choices, "learns": learns, "short": short}
-    return field(default=default, metadata=metadata | {"check": allowed})
+    return field(default=default, metadata=metadata | {"check": allowed or None})
 
 
 def free_flag(default: Any, text: str, allowed: Allowed = (), short: str = "") -> Any:
@@ -53,28 +76,33 @@ class FlagGroup:
     """A group of flags, which reports all of its problems on construction."""
 
     def __post_init__(self) -> None:
-        if problems := self.problems():
-            raise UsageError(*problems)
+        refuse(self.problems())
 
     def problems(self) -> list[str]:
         """Return a message for each field whose check fails."""
-        problems = []
-        for option in fields(self):  # type: ignore[arg-type]
-            value, check = getattr(self, option.name), option.metadata["check"]
-            if value is not None and check and not check.holds(value):
-                problems.append(f"--{option.name.replace('_', '-')}{check.problem.format(value)}")
-        return problems
+        return wrong_values(
+            (flag_of(option.name), getattr(self, option.name), option.metadata["check"])
+            for option in fields(self)  # type: ignore[arg-type]
+        )
+
+
+def numbers_of(text: str) -> list[float]:
+    """Return comma-separated numbers; an empty list if one of them is malformed."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        return []
+
+
+def whole_number(text: str) -> int:
+    """Return a whole number in plain digits; 0 if the text is anything else."""
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def are_weights(text: str) -> bool:
     """Return whether `text` is "auto", or comma-separated numbers of at least 0, not all 0."""
-    if text == AUTO:
-        return True
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        return False
-    return all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf
+    weights = numbers_of(text)
+    return text == AUTO or (all(part >= 0 for part in weights) and 0 < sum(weights) < math.inf)
 
 
 def is_size(text: str) -> bool:
@@ -84,14 +112,14 @@ def is_size(text: str) -> bool:
 
 def are_betas(text: str) -> bool:
     """Return whether `text` is two or three numbers from 0 to below 1, separated by commas."""
-    try:
-        betas = [float(part) for part in text.split(",")]
-    except ValueError:
-        return False
+    betas = numbers_of(text)
     return len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas)
 
 
-def profiled_steps(text: str) -> tuple[int, int] | None:
+BETAS = Check(are_betas, "={}: must be two or three numbers, each at least 0 and below 1")
+
+
+def step_range(text: str) -> tuple[int, int] | None:
     """Return the first and last step of a range such as "20-22", or None if it is malformed."""
     match = re.fullmatch(r"(\d{1,18})-(\d{1,18})", text, re.ASCII)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -99,6 +127,9 @@ def profiled_steps(text: str) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def is_file_name(text: str) -> bool:
+def is_folder_name(text: str) -> bool:
     """Return whether `text` is a single path component."""
     return text not in ("", ".", "..") and "/" not in text and "\0" not in text
+
+
+FOLDER_NAME = Check(is_folder_name, "={!r}: must be one folder name")

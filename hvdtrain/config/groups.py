@@ -6,19 +6,21 @@ from dataclasses import dataclass
 
 from hvdtrain.config.fields import (
     AUTO,
+    BELOW_1,
+    BETAS,
+    FOLDER_NAME,
     NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
     SOME_TRACKERS,
     Check,
     FlagGroup,
-    are_betas,
     are_weights,
     flag,
     free_flag,
-    is_file_name,
     is_size,
-    profiled_steps,
+    numbers_of,
+    step_range,
 )
 from hvdtrain.errors import UsageError
 
@@ -48,9 +50,7 @@ class ModelConfig(FlagGroup):
         Check(bool, " is empty: give a file or a folder"),
     )
     label_smoothing: float = flag(
-        0.0,
-        "spread this part of each label over all classes, in the loss of training",
-        Check(lambda part: 0 <= part < 1, "={}: must be at least 0 and below 1"),
+        0.0, "spread this part of each label over all classes, in the loss of training", BELOW_1
     )
     dtype: str = flag("float32", "set the type of parameters and data", ("float32", "float64"))
     device: str = free_flag(
@@ -164,12 +164,10 @@ class BatchConfig(FlagGroup):
     )
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.global_batch_size is not None and self.batch_size is not None:
-            problems.append(
-                f"--batch-size={self.batch_size} and --global-batch-size="
-                f"{self.global_batch_size}: give one of them (the first is per worker)"
-            )
+        problems, sizes = super().problems(), (self.batch_size, self.global_batch_size)
+        if None not in sizes:
+            flags = "--batch-size={} and --global-batch-size={}".format(*sizes)
+            problems.append(f"{flags}: give one of them (the first is per worker)")
         return problems
 
     def resolve(self, workers: int) -> int:
@@ -182,7 +180,7 @@ class BatchConfig(FlagGroup):
         """Return a weight for each worker. Raises UsageError for another number of weights."""
         if self.rank_weights in (None, AUTO):
             return (1.0,) * workers
-        weights = tuple(float(text) for text in str(self.rank_weights).split(","))
+        weights = tuple(numbers_of(str(self.rank_weights)))
         if len(weights) != workers:
             raise UsageError(
                 f"--rank-weights={self.rank_weights}: {len(weights)} weights for {workers} workers"
@@ -199,9 +197,7 @@ class OptimizerConfig(FlagGroup):
     momentum: float = flag(0.9, "set the momentum, for optimizers that have one", NOT_NEGATIVE)
     nesterov: bool = flag(False, "look ahead by Nesterov's momentum, in optimizers that have it")
     opt_betas: str | None = flag(
-        None,
-        "set the decay rates of the optimizer's averages, such as 0.9,0.95",
-        Check(are_betas, "={}: must be two or three numbers, each at least 0 and below 1"),
+        None, "set the decay rates of the optimizer's averages, such as 0.9,0.95", BETAS
     )
     opt_eps: float | None = flag(
         None, "set the term that keeps the optimizer from dividing by 0", NOT_NEGATIVE
@@ -223,15 +219,13 @@ class OptimizerConfig(FlagGroup):
     )
     model_ema: bool = flag(False, "evaluate and save a moving average of the weights")
     model_ema_decay: float = flag(
-        0.9998,
-        "keep this fraction of the moving average at each step",
-        Check(lambda part: 0 <= part < 1, "={}: must be at least 0 and below 1"),
+        0.9998, "keep this fraction of the moving average at each step", BELOW_1
     )
 
     @property
     def betas(self) -> tuple[float, ...] | None:
         """Return the numbers of --opt-betas."""
-        return tuple(map(float, self.opt_betas.split(","))) if self.opt_betas else None
+        return tuple(numbers_of(self.opt_betas)) if self.opt_betas else None
 
 
 @dataclass(frozen=True)
@@ -320,9 +314,7 @@ class RunConfig(FlagGroup):
 
     output: str = free_flag("runs", "write runs below this folder")
     experiment: str | None = free_flag(
-        None,
-        "name this run (default: MODEL-DATA, or TASK)",
-        Check(is_file_name, "={!r}: must be one folder name"),
+        None, "name this run (default: MODEL-DATA, or TASK)", FOLDER_NAME
     )
     seed: int = flag(
         0,
@@ -341,7 +333,7 @@ class RunConfig(FlagGroup):
     profile: str | None = free_flag(
         None,
         "profile these steps, such as 20-22, into the run's profile/",
-        Check(profiled_steps, "={}: give the first and the last step, such as 20-22"),
+        Check(step_range, "={}: give the first and the last step, such as 20-22"),
     )
     log_to: str | None = free_flag(
         None, "record the run in mlflow, wandb or mlflow,wandb as well", SOME_TRACKERS

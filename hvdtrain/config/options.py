@@ -8,15 +8,17 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.fields import Check
+from hvdtrain.config.fields import Check, flag_of
 from hvdtrain.documents import DEEPEST, read_text
-from hvdtrain.errors import UsageError, closest
+from hvdtrain.errors import UsageError, attempt, closest, refuse
 
 MAY_NAME_CODE = ("model", "data", "task")  # run code named by a file only if trusted
+BATCH_SIZES = {"batch_size", "global_batch_size"}
 ELSEWHERE = {  # names in other programs
     "learning_rate": "lr",
     "optimizer": "opt",
@@ -44,7 +46,12 @@ class Option:
     choices: tuple[str, ...]
     learns: bool
     short: str
-    check: Check | tuple[()]
+    check: Check | None
+
+    @property
+    def spellings(self) -> list[str]:
+        """Return the flag, after its alternative spelling if it has one."""
+        return [*filter(None, [self.short]), flag_of(self.name)]
 
 
 def train_options() -> dict[str, Option]:
@@ -225,20 +232,15 @@ def build_config(arguments: dict[str, Any], problems: Sequence[str] = ()) -> Tra
     flags = {name: value for name, value in arguments.items() if name in options}
     file = arguments.get("config")
     in_file, all_problems = ({}, []) if file is None else read_options(Path(file), options)
+    if BATCH_SIZES & flags.keys():  # one that is given as a flag replaces both of the file
+        in_file = {name: value for name, value in in_file.items() if name not in BATCH_SIZES}
     values = in_file | flags
-    for one, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
-        if one in flags and other not in flags:
-            values.pop(other, None)
     all_problems += problems
     groups: dict[str, Any] = {}
     for group, group_type in typing.get_type_hints(TrainConfig).items():
         fields = {name: value for name, value in values.items() if options[name].group == group}
-        try:
-            groups[group] = group_type(**fields)
-        except UsageError as error:
-            all_problems.extend(error.problems)
-    if all_problems:
-        raise UsageError(*all_problems)
+        groups[group] = attempt(all_problems, partial(group_type, **fields))
+    refuse(all_problems)
     return TrainConfig(**groups)
 
 

@@ -40,7 +40,8 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(_end_of_standard_library(), here)
+        ends = [n for n, entry in enumerate(sys.path, 1) if Path(entry).name == "lib-dynload"]
+        sys.path.insert(max(ends, default=0), here)
     try:
         module = importlib.import_module(module_name)
     except HvdtrainError:
@@ -58,11 +59,6 @@ def import_callable(flag: str, name: str) -> Callable[..., Any]:
     if not callable(target):
         raise UsageError(f"{flag}={name}: is of type {type(target).__name__}, and cannot be called")
     return target  # type: ignore[no-any-return]
-
-
-def _end_of_standard_library() -> int:
-    places = [n for n, entry in enumerate(sys.path, 1) if Path(entry).name == "lib-dynload"]
-    return max(places, default=0)
 
 
 def refuse_code_of(

@@ -11,7 +11,6 @@ adapters        splits made of a DataLoader, of torch and Hugging Face data sets
 map_samples     batches of a data set that is read by number
 drawing         random numbers that belong to a sample or a batch
 sketch          a few samples, to compare the data of ranks and starts
-sending         what processes that read receive
 permutation     orders of samples that are computed, not stored
 sampler         the order of samples, and the share of each rank
 feeding         batches of one rank, step by step; a host's own part of the samples
@@ -22,7 +21,9 @@ reader_imports  what processes that read images find imported
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ from hvdtrain.data.sampler import (
 )
 from hvdtrain.data.splits import Dataset, ImageFormat, ReadOptions, Split, Splits, TensorSplit
 from hvdtrain.data.transforms import AugmentedSplit
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, refuse
 
 __all__ = [
     "AugmentedSplit",
@@ -78,12 +79,13 @@ def load_dataset(
     options = options or ReadOptions()
     if name.startswith(IMAGE_FOLDER):
         return load_image_folder(name, seed, dtype, options)
-    if name == "digits":
-        dataset = load_digits(dtype)
-    elif name == "fashion-mnist":
-        dataset = load_fashion_mnist(data_dir, dtype)
-    elif name == "cifar10":
-        dataset = load_cifar10(data_dir, dtype)
+    built_in: dict[str, Callable[[torch.dtype], Dataset]] = {
+        "digits": load_digits,
+        "fashion-mnist": partial(load_fashion_mnist, data_dir),
+        "cifar10": partial(load_cifar10, data_dir),
+    }
+    if name in built_in:
+        dataset = built_in[name](dtype)
     elif name.startswith(SYNTHETIC):
         dataset = make_synthetic(name, seed, dtype)
     elif is_plugin(name):
@@ -98,9 +100,11 @@ def load_dataset(
     crop_padding = usual[1] if options.crop_padding is None else options.crop_padding
     if not hflip and not crop_padding:
         return dataset
-    train = AugmentedSplit(dataset.train, seed, hflip, crop_padding)
-    note = f"crops out of {crop_padding} more pixels, mirrored at {hflip:g}"
-    return replace(dataset, train=train, note=note)
+    return replace(
+        dataset,
+        train=AugmentedSplit(dataset.train, seed, hflip, crop_padding),
+        note=f"crops out of {crop_padding} more pixels, mirrored at {hflip:g}",
+    )
 
 
 def _refuse_options_of_folders(name: str, options: ReadOptions) -> None:
@@ -110,7 +114,8 @@ def _refuse_options_of_folders(name: str, options: ReadOptions) -> None:
         "--valid-split": options.valid_split,
         "--skip-bad-samples": options.skip_bad or None,
     }
-    wrong = [f"{flag}={value}" for flag, value in folder_options.items() if value is not None]
-    if wrong:
-        ending = f"has no meaning for --data={name}, only for image folders"
-        raise UsageError(*(f"{flag}: {ending}" for flag in wrong))
+    refuse(
+        f"{flag}={value}: has no meaning for --data={name}, only for image folders"
+        for flag, value in folder_options.items()
+        if value is not None
+    )

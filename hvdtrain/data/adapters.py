@@ -32,9 +32,8 @@ from hvdtrain.data.map_samples import (
     begin_epoch,
     fingerprint_of,
 )
-from hvdtrain.data.reading import BeginReader, StreamedSplit
+from hvdtrain.data.reading import BeginReader, StreamedSplit, digest_of
 from hvdtrain.data.sampler import Indices
-from hvdtrain.data.sending import digest_of
 from hvdtrain.data.splits import Split
 from hvdtrain.errors import TrainingError, UsageError
 
@@ -74,19 +73,14 @@ class MapSplit(StreamedSplit):
     def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
         """Yield the batches of these samples, with the data set as it is when this is called."""
         if self._readers:
-            self._send_changes()
-            begin_epoch(self._parts[0], epoch)  # readers do so too, each with its own
-            self._send_changes(are_known=True)
+            dataset = self._parts[0]
+            now = self._sent if self._is_sent_once else digest_of(*self._parts)
+            if now != self._sent:
+                self._loader = None  # other processes begin, with the data set as it is now
+            begin_epoch(dataset, epoch)  # readers do so too, each with its own
+            is_changed = hasattr(dataset, "set_epoch") and not self._is_sent_once
+            self._sent = digest_of(*self._parts) if is_changed else now
         return super().stream(batches, epoch)
-
-    def _send_changes(self, are_known: bool = False) -> None:
-        """Let processes begin anew if the data set was changed, unless they know the change."""
-        if self._is_sent_once or (are_known and not hasattr(self._parts[0], "set_epoch")):
-            return
-        now = digest_of(*self._parts)
-        if now != self._sent and not are_known:
-            self.restart()
-        self._sent = now
 
 
 @overload
@@ -113,9 +107,14 @@ def split_of(source: Any, seed: int = 0) -> Split:
             )
         if problem := order_problem(source):
             raise UsageError(f"hvdtrain.split_of: {problem}")
-        begin = source.worker_init_fn if source.num_workers else None
-        kept, readers = source.persistent_workers, source.num_workers
-        split = MapSplit(source.dataset, source.collate_fn, readers, seed, begin, send_once=kept)
+        split = MapSplit(
+            source.dataset,
+            source.collate_fn,
+            source.num_workers,
+            seed,
+            begin_reader=source.worker_init_fn,
+            send_once=source.persistent_workers,
+        )
         split.batch_size = batch_size_of(source)
         return split
     # `datasets.Dataset` has a method `batch`, too, which is something else.

@@ -77,8 +77,8 @@ def load_digits(dtype: torch.dtype) -> Dataset:
 def _of_ten_classes(
     name: str, shape: Shape, splits: list[TensorSplit], names: tuple[str, ...] = ()
 ) -> Dataset:
-    images = ImageFormat(*shape)
-    return Dataset(name, shape, CLASSES, splits[0], splits[1], names=names, images=images)
+    train, valid = splits
+    return Dataset(name, shape, CLASSES, train, valid, names=names, images=ImageFormat(*shape))
 
 
 def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
@@ -219,9 +219,13 @@ def make_synthetic(spec: str, seed: int, dtype: torch.dtype) -> Dataset:
     generator = np.random.Generator(np.random.PCG64([seed, 0x5EED]))
     patterns = torch.as_tensor(generator.standard_normal((classes, *shape)), dtype=dtype)
     noise = torch.as_tensor(NOISE * generator.standard_normal((POOL, *shape)), dtype=dtype)
-    train = SyntheticSplit(patterns, noise, 0, samples)
-    valid = SyntheticSplit(patterns, noise, samples, VALID_SAMPLES)
-    return Dataset(spec, shape, classes, train, valid)
+    return Dataset(
+        spec,
+        shape,
+        classes,
+        train=SyntheticSplit(patterns, noise, 0, samples),
+        valid=SyntheticSplit(patterns, noise, samples, VALID_SAMPLES),
+    )
 
 
 _SCHEMAS = tuple(

@@ -34,10 +34,10 @@ def drawing(seed: int, epoch: int, index: int, purpose: int = OF_SAMPLE) -> Iter
 
 def seed_for(seed: int, epoch: int, index: int, purpose: int = OF_SAMPLE) -> None:
     """Seed all random generators for a sample, within `kept`."""
-    words = _words(seed, epoch, index, purpose)
-    torch.default_generator.manual_seed(words[0] << 31 | words[1] >> 1)
-    np.random.seed(words[2])
-    random.seed(words[3])
+    of_torch, of_numpy, of_python = _seeds(seed, epoch, index, purpose)
+    torch.default_generator.manual_seed(of_torch)
+    np.random.seed(of_numpy)
+    random.seed(of_python)
 
 
 @functools.lru_cache(maxsize=8)
@@ -47,14 +47,14 @@ def torch_state_of(seed: int, epoch: int) -> torch.Tensor:
     Its seed can be read without drawing (`torch.initial_seed()`): so it is one of the epoch, the
     same on each rank.
     """
-    words = _words(seed, epoch, 0, OF_EPOCH)
-    return torch.Generator().manual_seed(words[0] << 31 | words[1] >> 1).get_state()
+    return torch.Generator().manual_seed(_seeds(seed, epoch, 0, OF_EPOCH)[0]).get_state()
 
 
-def _words(seed: int, epoch: int, index: int, purpose: int) -> list[int]:
+def _seeds(seed: int, epoch: int, index: int, purpose: int) -> tuple[int, int, int]:
+    """Return the seeds of torch, with 63 bits, of NumPy and of `random`."""
     sequence = np.random.SeedSequence(seed, spawn_key=(epoch, index, purpose))
-    words: list[int] = sequence.generate_state(4, np.uint32).tolist()
-    return words
+    high, low, of_numpy, of_python = sequence.generate_state(4, np.uint32).tolist()
+    return high << 31 | low >> 1, of_numpy, of_python
 
 
 @contextmanager

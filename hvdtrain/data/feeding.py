@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,10 @@ import torch
 from hvdtrain.data.sampler import GlobalBatchSampler, Indices, SharesLike
 from hvdtrain.data.splits import Split
 from hvdtrain.ring import split_evenly
-from hvdtrain.tensors import changed
+from hvdtrain.tensors import CPU, changed
 
 Parts = dict[tuple[int, int], Indices]  # of a global batch, by share and micro-batch
 
-CPU = torch.device("cpu")
 EVALUATION_BATCH = 512  # unless the split has another: limits memory, does not affect results
 
 
@@ -42,18 +41,6 @@ class Loaded:
         return moved if self.finish is None else self.finish(moved)
 
 
-@runtime_checkable
-class StreamingSplit(Protocol):
-    """A split that reads ahead."""
-
-    may_skip: bool  # whether unreadable samples are skipped
-
-    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
-        """Yield the batches of these samples, in this order. `batches` may be as long as an epoch:
-        take no more of them than are read ahead.
-        """
-
-
 @dataclass(frozen=True)
 class StepData:
     """The data of one step on one rank."""
@@ -69,8 +56,13 @@ class StepData:
 
 
 def stream(split: Split, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
-    """Yield the batches of these samples, in this order; read ahead if the split supports it."""
-    if isinstance(split, StreamingSplit):
+    """Yield the batches of these samples, in this order.
+
+    A split that reads ahead has a method `stream`, which does so, and an attribute `may_skip`:
+    whether unreadable samples are skipped. `batches` may be as long as an epoch: the method takes
+    no more of them than are read ahead.
+    """
+    if hasattr(split, "stream") and hasattr(split, "may_skip"):
         yield from split.stream(batches, epoch)
         return
     for indices in batches:
@@ -79,7 +71,7 @@ def stream(split: Split, batches: Iterable[Indices], epoch: int) -> Iterator[Loa
 
 def may_skip(split: Split) -> bool:
     """Return whether a batch of this split may have fewer samples than requested."""
-    return isinstance(split, StreamingSplit) and split.may_skip
+    return bool(getattr(split, "may_skip", False))
 
 
 def evaluation_batch(split: Split) -> int:
@@ -104,29 +96,28 @@ class Feed:
 
     def epoch(self, cursor: int, steps: int, rank: int) -> Iterator[StepData]:
         """Yield up to `steps` steps from `cursor` samples into the run, within that epoch."""
-        steps_ahead: deque[tuple[Indices, Parts]] = deque()  # read from, and not yielded yet
-        wanted: deque[Indices] = deque()  # yielded, and not read yet
-        batches = itertools.islice(self.sampler.global_batches(cursor), steps)
-        planned = ((batch, self._parts(batch, rank)) for batch in batches)
+        steps_ahead: deque[tuple[Indices, Parts]] = deque()  # planned, and not yielded yet
+        wanted: deque[Indices] = deque()  # planned, and not read yet
+        planned = (
+            (batch, self._parts(batch, rank))
+            for batch in itertools.islice(self.sampler.global_batches(cursor), steps)
+        )
+
+        def plan() -> bool:
+            step = next(planned, None)
+            if step is not None:
+                steps_ahead.append(step)
+                wanted.extend(self._wanted(step[1]))
+            return step is not None
 
         def to_read() -> Iterator[Indices]:
-            while True:
-                while wanted:
+            while wanted or plan():
+                if wanted:
                     yield wanted.popleft()
-                if (ahead := next(planned, None)) is None:
-                    return
-                steps_ahead.append(ahead)
-                wanted.extend(self._wanted(ahead[1]))
 
         loaded = stream(self.split, to_read(), cursor // self.sampler.samples)
-        while True:
-            if steps_ahead:
-                batch, parts = steps_ahead.popleft()
-            elif (now := next(planned, None)) is not None:
-                batch, parts = now
-                wanted.extend(self._wanted(parts))
-            else:
-                return
+        while steps_ahead or plan():
+            batch, parts = steps_ahead.popleft()
             yield StepData(batch, list(parts), self._as_passed(loaded, parts))
 
     def step(self, indices: Indices, rank: int, epoch: int = 0) -> StepData:
@@ -235,6 +226,7 @@ class PartSplit:
         offsets = indices - self._start
         # Not offsets.min(): the types of it in NumPy 2.5 lack the form without an argument.
         if len(offsets) and not 0 <= np.min(offsets) <= np.max(offsets) < len(self._part):
-            requested = f"samples {np.min(offsets)} to {np.max(offsets)}"
-            raise IndexError(f"{requested} of a part of {len(self._part)}")
+            raise IndexError(
+                f"samples {np.min(offsets)} to {np.max(offsets)} of a part of {len(self._part)}"
+            )
         return offsets

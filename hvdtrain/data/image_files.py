@@ -39,23 +39,22 @@ def images_under_each(folder: Path, names: Sequence[str]) -> Iterator[Images]:
 
 
 def _images_of(folder: Path, around: Around) -> Images:
-    images: list[str] = []
-    others: list[str] = []
-    for file, is_hidden in sorted(_files_under(folder, around)):
-        if file.lower().endswith(EXTENSIONS):
-            (others if is_hidden else images).append(file)
-        elif not is_hidden:
-            others.append(file)
+    files = [
+        (file, hidden, _is_image(file)) for file, hidden in sorted(_files_under(folder, around))
+    ]
+    images = [file for file, hidden, is_image in files if is_image and not hidden]
+    # Hidden images, and visible files of other types.
+    others = [file for file, hidden, is_image in files if is_image == hidden]
     return images, others
 
 
 def hidden_images(folder: Path) -> list[str]:
     """Return the images below a hidden folder."""
-    return sorted(
-        file
-        for file, _ in _files_under(folder, _around(folder))
-        if file.lower().endswith(EXTENSIONS)
-    )
+    return sorted(file for file, _ in _files_under(folder, _around(folder)) if _is_image(file))
+
+
+def _is_image(file: str) -> bool:
+    return file.lower().endswith(EXTENSIONS)
 
 
 def is_hidden(name: str) -> bool:
@@ -111,6 +110,5 @@ def _identity(folder: Path | os.DirEntry[str]) -> Identity:
 
 def left_out(others: Sequence[str]) -> str:
     """Return a note such as '2 files of other types left out (such as a/notes.txt)'."""
-    has_hidden = any(file.lower().endswith(EXTENSIONS) for file in others)
-    kind = "that are hidden or of other types" if has_hidden else "of other types"
+    kind = f"{'that are hidden or ' if any(map(_is_image, others)) else ''}of other types"
     return f"{counted(len(others), 'file')} {kind} left out (such as {others[0]})"

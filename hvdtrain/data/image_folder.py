@@ -6,6 +6,7 @@ the rank or process that reads a sample.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import warnings
@@ -18,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch.utils.data import default_collate
 
 from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.data.image_files import (
@@ -32,7 +32,7 @@ from hvdtrain.data.image_files import (
 from hvdtrain.data.reading import BadSample, StreamedSplit
 from hvdtrain.data.splits import MAX_PIXELS, Batch, Dataset, ImageFormat, ReadOptions
 from hvdtrain.data.transforms import normalised
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, attempt, refuse
 from hvdtrain.files import open_bytes
 from hvdtrain.log import counted
 
@@ -94,15 +94,9 @@ def _find(name: str, folder: Path, valid_split: float | None) -> tuple[Found, Fo
 
 def _both_parts(name: str, *folders: Path) -> tuple[Found, Found]:
     problems: list[str] = []
-    parts = []
-    for folder in folders:
-        try:
-            parts.append(_classes_in(name, folder))
-        except UsageError as error:
-            problems += error.problems
-    if problems:
-        raise UsageError(*problems)
-    train, valid = parts
+    parts = [attempt(problems, partial(_classes_in, name, folder)) for folder in folders]
+    refuse(problems)
+    train, valid = filter(None, parts)
     if train.classes != valid.classes:
         first, second = set(train.classes), set(valid.classes)
         raise UsageError(
@@ -122,21 +116,20 @@ def _classes_in(name: str, folder: Path) -> Found:
             f"--data={name}: {folder} has {counted(len(classes), 'folder')} of classes "
             f"({', '.join(classes) or 'none'}): it needs 2 or more, with images in them"
         )
-    images = Found([], classes, [])
-    for path in (folder / subfolder for subfolder in folders if is_hidden(subfolder)):
-        images.others.extend(hidden_images(path))
-    problems = []
-    for label, (files, others) in enumerate(images_under_each(folder, classes)):
-        if not files:
-            problems.append(
-                f"--data={name}: {folder / classes[label]} has no images ({', '.join(EXTENSIONS)})"
-                + (f"; {left_out(others)}" if others else "")
-            )
-        images.files.extend((file, label) for file in files)
-        images.others.extend(others)
-    if problems:
-        raise UsageError(*problems)
-    return images
+    parts = list(images_under_each(folder, classes))
+    refuse(
+        f"--data={name}: {folder / classes[label]} has no images ({', '.join(EXTENSIONS)})"
+        + (f"; {left_out(others)}" if others else "")
+        for label, (files, others) in enumerate(parts)
+        if not files
+    )
+    hidden = (hidden_images(folder / subfolder) for subfolder in folders if is_hidden(subfolder))
+    others_by_folder = itertools.chain(hidden, (others for _, others in parts))
+    return Found(
+        [(file, label) for label, (files, _) in enumerate(parts) for file in files],
+        classes,
+        [*itertools.chain.from_iterable(others_by_folder)],
+    )
 
 
 def _entries(name: str, folder: Path) -> list[os.DirEntry[str]]:
@@ -258,10 +251,10 @@ class ImageSamples:
             pixels = _changes(self.form, self.hflip, self.crop_scale)(picture)
         return pixels, label
 
-    def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
-        shape = (0, self.form.channels, self.form.height, self.form.width)
-        none = torch.empty(shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
-        return default_collate(samples) if samples else none
+    def empty_batch(self) -> Batch:
+        form = self.form
+        pixels = torch.empty((0, form.channels, form.height, form.width), dtype=torch.uint8)
+        return pixels, torch.empty(0, dtype=torch.int64)
 
     def finish(self, batch: Batch) -> Batch:
         pixels, labels = batch
@@ -279,18 +272,17 @@ def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOpt
             f"--crop-padding={options.crop_padding}: has no meaning for image folders; "
             "see --crop-scale"
         )
-    train, valid = _find(
-        name, Path(name.removeprefix(IMAGE_FOLDER)).expanduser(), options.valid_split
-    )
+    folder = Path(name.removeprefix(IMAGE_FOLDER)).expanduser()
+    train, valid = _find(name, folder, options.valid_split)
     size = options.image_size or IMAGE_SIZE
     form = ImageFormat(3, size, size, crop=True, mean=MEAN, std=STD)
     hflip = HFLIP if options.hflip is None else options.hflip
     crop_scale = CROP_SCALE if options.crop_scale is None else options.crop_scale
     largest = options.max_pixels or MAX_PIXELS
-    training = ImageSamples(train.files, form, dtype, seed, hflip, crop_scale, largest)
-    validation = ImageSamples(valid.files, form, dtype, seed, max_pixels=largest)
-    note = f"crops of {crop_scale:g} to 1 of an image, mirrored at {hflip:g}, "
-    note += f"{counted(options.readers, 'reader')} a worker"
+    note = (
+        f"crops of {crop_scale:g} to 1 of an image, mirrored at {hflip:g}, "
+        f"{counted(options.readers, 'reader')} a worker"
+    )
     others = train.others + valid.others
     split = partial(
         StreamedSplit,
@@ -303,8 +295,8 @@ def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOpt
         name,
         (form.channels, size, size),
         len(train.classes),
-        split(training, stay=True),
-        split(validation, stay=False),
+        split(ImageSamples(train.files, form, dtype, seed, hflip, crop_scale, largest), stay=True),
+        split(ImageSamples(valid.files, form, dtype, seed, max_pixels=largest), stay=False),
         note=f"{note}; {left_out(others)}" if others else note,
         names=tuple(train.classes),
         images=form,

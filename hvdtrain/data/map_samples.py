@@ -45,8 +45,8 @@ class MapSamples:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a reader process receives: it has seen nothing of what draws."""
-        seen = {"samples_draw": None, "batches_draw": None, "epoch": _epoch_of(self.dataset)}
-        return self.__dict__ | seen
+        unseen = dict.fromkeys(("samples_draw", "batches_draw"))
+        return self.__dict__ | unseen | {"epoch": _epoch_of(self.dataset)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         epoch = state.pop("epoch")
@@ -65,9 +65,6 @@ class MapSamples:
         begin_epoch(self.dataset, epoch)
         with kept():
             return Loaded(self._batch(numbers or [0], epoch), len(numbers))
-
-    def finish(self, batch: Any) -> Any:
-        return batch
 
     def _batch(self, numbers: list[int], epoch: int) -> Any:
         if self.samples_draw is False and self.batches_draw is False:
@@ -94,9 +91,9 @@ class MapSamples:
             ]
             if not missing:
                 raise
-            kind = type(self.dataset).__name__
             raise BadSample(
-                f"sample {missing[0]} of {kind} is None, of which no batch can be made"
+                f"sample {missing[0]} of {type(self.dataset).__name__} is None, of which no batch "
+                "can be made"
             ) from error
         self.batches_draw = bool(self.batches_draw) or marks() != before
         return batch
@@ -120,7 +117,7 @@ class MapSamples:
         return marks() == before, result
 
     def _together(self, numbers: list[int]) -> list[Any]:
-        samples: list[Any] = fetch(self.dataset, numbers)
+        samples: list[Any] = self._fetch(numbers)
         if not is_list(samples, len(numbers)):
             raise TypeError(f"__getitems__ returned {type(samples).__name__}")
         return samples
@@ -132,7 +129,7 @@ class MapSamples:
         for number in [] if self.is_batched else numbers:
             seed_for(self.seed, epoch, number)
             before = None if draws else marks()
-            one = self._fetch([number], number)
+            one = self._fetch([number])
             if not is_list(one, 1):
                 self.is_batched = True
                 break
@@ -140,17 +137,20 @@ class MapSamples:
             samples += one
         if self.is_batched:  # as of a batch: it has no samples to give their own random numbers
             seed_for(self.seed, epoch, numbers[0], OF_BATCH)
-            return self._fetch(numbers, numbers[0])
+            return self._fetch(numbers)
         self.samples_draw = draws
         return samples
 
-    def _fetch(self, numbers: list[int], first: int) -> Any:
+    def _fetch(self, numbers: list[int]) -> Any:
+        """Return samples as a DataLoader of torch reads them, before it collates them."""
+        together = getattr(self.dataset, "__getitems__", None)
         try:
-            return fetch(self.dataset, numbers)
+            return together(numbers) if together else [self.dataset[number] for number in numbers]
         except Exception as error:  # the user's code raises errors of many types
-            kind = type(self.dataset).__name__
-            text = f"sample {first} of {kind}: {type(error).__name__}: {error}"
-            raise BadSample(text) from error
+            raise BadSample(
+                f"sample {numbers[0]} of {type(self.dataset).__name__}: {type(error).__name__}: "
+                f"{error}"
+            ) from error
 
 
 _epochs: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity, as not all can be hashed
@@ -175,12 +175,6 @@ def _note_epoch(dataset: Any, epoch: int) -> None:
     number = id(dataset)
     with suppress(TypeError):  # of a type without weak references: called for each batch
         _epochs[number] = weakref.ref(dataset, lambda _: _epochs.pop(number, None)), epoch
-
-
-def fetch(dataset: Any, numbers: list[int]) -> Any:
-    """Return samples as a DataLoader of torch reads them, before it collates them."""
-    together = getattr(dataset, "__getitems__", None)
-    return together(numbers) if together else [dataset[number] for number in numbers]
 
 
 def is_list(fetched: Any, length: int) -> bool:

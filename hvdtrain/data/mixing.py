@@ -10,20 +10,18 @@ So a mixed run is the same for every number of workers, and after resuming.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvdtrain.data.feeding import Loaded, in_order, may_skip, stream
+from hvdtrain.data.feeding import in_order
 from hvdtrain.data.sampler import Indices
-from hvdtrain.data.splits import Batch, Dataset, Split, texts_of
-from hvdtrain.data.transforms import COLUMN, uniform
+from hvdtrain.data.splits import Batch, Dataset
+from hvdtrain.data.transforms import COLUMN, ChangedSplit, uniform
 from hvdtrain.errors import UsageError
 
 PARTNER, METHOD, RADIUS, ANGLE, CENTRE_ROW, CENTRE_COLUMN = range(COLUMN + 1, COLUMN + 7)
@@ -38,80 +36,62 @@ class Mixed(NamedTuple):
     shares: torch.Tensor  # of the samples' own labels, from 0 to 1
 
 
-class MixedSplit:
-    """The samples of another split, each mixed with a partner."""
+@dataclass(eq=False)
+class MixedSplit(ChangedSplit):
+    """The samples of another split, each mixed with a partner.
 
-    may_skip = False
+    `mixup`, `cutmix`: alpha of the distribution Beta(alpha, alpha) of the samples' shares; 0: do
+    not mix so. If both are above 0, each sample is mixed in one of the two ways.
+    """
 
-    def __init__(self, split: Split, seed: int, mixup: float, cutmix: float) -> None:
-        """`mixup`, `cutmix`: alpha of the distribution Beta(alpha, alpha) of the samples' shares;
-        0: do not mix so. If both are above 0, each sample is mixed in one of the two ways.
-        """
-        if may_skip(split):  # of a batch it is not known which samples were skipped
+    seed: int
+    mixup: float
+    cutmix: float
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a split of which single samples cannot be read."""
+        if self.may_skip:  # of a batch it is not known which samples were skipped
             raise UsageError(
                 "--mixup and --cutmix: these data skip unreadable samples, and a sample cannot be "
                 "mixed with one that is skipped"
             )
-        if in_order(split):
+        if in_order(self.split):
             raise UsageError(
                 "--mixup and --cutmix: these data are only iterated, and the partner of a sample "
                 "is read by its number"
             )
-        self._split, self._seed = split, seed
-        self._mixup, self._cutmix = mixup, cutmix
 
-    def __len__(self) -> int:
-        return len(self._split)
-
-    def fingerprint(self) -> Iterable[str] | None:
-        return texts_of(self._split)
-
-    def batch(self, indices: Indices, epoch: int = 0) -> Mixed:
-        return self._mix(self._split.batch(self._pairs(indices, epoch), epoch), indices, epoch)
-
-    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
-        batches, ahead = itertools.tee(batches)
-        pairs = (self._pairs(indices, epoch) for indices in ahead)
-        for indices, one in zip(batches, stream(self._split, pairs, epoch), strict=True):
-            yield Loaded(self._mix(one.on(), indices, epoch), len(indices), one.bad)
-
-    def _pairs(self, indices: Indices, epoch: int) -> Indices:
+    def to_read(self, indices: Indices, epoch: int) -> Indices:
         """Return the samples to read: those of `indices`, then the partner of each."""
-        others = len(self._split) - 1
-        steps = 1 + np.floor(self._draw(PARTNER, indices, epoch) * others).astype(np.int64)
-        return np.concatenate([indices, (indices + steps) % len(self._split)])
+        drawn = uniform(self.seed, epoch, PARTNER, indices)
+        steps = 1 + np.floor(drawn * (len(self) - 1)).astype(np.int64)
+        return np.concatenate([indices, (indices + steps) % len(self)])
 
-    def _mix(self, batch: Batch, indices: Indices, epoch: int) -> Mixed:
+    def change(self, batch: Batch, indices: Indices, epoch: int) -> Mixed:
         """Mix the first half of a batch with the second."""
         inputs, others = batch[0].tensor_split(2)
         labels, partner_labels = batch[1].tensor_split(2)
-        cuts = self._draw(METHOD, indices, epoch) < self._probability_of_cutting()
-        alphas = np.where(cuts, self._cutmix, self._mixup)
-        radii, angles = (self._draw(purpose, indices, epoch) for purpose in (RADIUS, ANGLE))
+        methods, radii, angles, down, right = (
+            uniform(self.seed, epoch, purpose, indices)
+            for purpose in (METHOD, RADIUS, ANGLE, CENTRE_ROW, CENTRE_COLUMN)
+        )
+        cuts = methods < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
+        alphas = np.where(cuts, self.cutmix, self.mixup)
         drawn = zip(alphas.tolist(), radii.tolist(), angles.tolist(), strict=True)
         shares = np.array([symmetric_beta(*one) for one in drawn])
         height, width = inputs.shape[2:]
-        down, right = (
-            self._draw(purpose, indices, epoch) for purpose in (CENTRE_ROW, CENTRE_COLUMN)
-        )
         from_partner = _rectangles(shares, height, width, down, right) & cuts[:, None, None]
         shares = np.where(cuts, 1 - from_partner.mean((1, 2)), shares)
         weights = torch.from_numpy(shares).to(inputs)[:, None, None, None]
         pixels = torch.where(
             torch.from_numpy(from_partner).to(inputs.device)[:, None], others, inputs
         )
-        if self._mixup:
+        if self.mixup:
             # Not torch.lerp, whose rounding may depend on a sample's place in the batch.
             blended = inputs * weights + others * (1 - weights)
             is_cut = torch.from_numpy(cuts).to(inputs.device)[:, None, None, None]
             pixels = torch.where(is_cut, pixels, blended)
         return Mixed(pixels, labels, partner_labels, weights.reshape(-1))
-
-    def _probability_of_cutting(self) -> float:
-        return 0.5 if self._mixup and self._cutmix else float(self._cutmix > 0)
-
-    def _draw(self, purpose: int, indices: Indices, epoch: int) -> NDArray[np.float64]:
-        return uniform(self._seed, epoch, purpose, indices)
 
 
 def symmetric_beta(alpha: float, radius: float, angle: float) -> float:
@@ -158,7 +138,9 @@ def mixed(dataset: Dataset, seed: int, mixup: float, cutmix: float) -> Dataset:
     if not mixup and not cutmix:
         return dataset
     alphas = {"mixup": mixup, "cutmix": cutmix}
-    note = " or ".join(f"{name} {alpha:g}" for name, alpha in alphas.items() if alpha)
-    note = f"{dataset.note}, {note}" if dataset.note else note
-    train = MixedSplit(dataset.train, seed, mixup, cutmix)
-    return replace(dataset, train=train, note=note)
+    kinds = " or ".join(f"{name} {alpha:g}" for name, alpha in alphas.items() if alpha)
+    return replace(
+        dataset,
+        train=MixedSplit(dataset.train, seed, mixup, cutmix),
+        note=", ".join(filter(None, (dataset.note, kinds))),
+    )

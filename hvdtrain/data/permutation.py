@@ -36,8 +36,9 @@ ROUNDS = 24
 # At a time, so that all intermediate arrays stay in a core's own cache.
 BLOCK = 16_384
 MOST = 2**62  # digits then have at most 32 bits, and their products with 32 bits fit in 64
-# Odd multipliers of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+# Odd multipliers of SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number
+# generators", OOPSLA 2014.
+MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 
 
@@ -51,8 +52,7 @@ class Permutation:
         self.length = length
         self._a = math.isqrt(max(length - 1, 0)) + 1
         self._b = max(-(-length // self._a), 1)
-        sequence = np.random.SeedSequence(seed, spawn_key=key)
-        self._keys = sequence.generate_state(ROUNDS, np.uint64)
+        self._keys = np.random.SeedSequence(seed, spawn_key=key).generate_state(ROUNDS, np.uint64)
 
     def between(self, start: int, stop: int) -> Indices:
         """Return the numbers at the positions start .. stop - 1."""
@@ -79,10 +79,10 @@ class Permutation:
         sides = [(left, right, np.uint64(self._a)), (right, left, b)]
         for key, (changed, read, modulus) in zip(self._keys, itertools.cycle(sides), strict=False):
             np.add(read, key, out=mixed)
-            np.multiply(mixed, _FIRST, out=mixed)
+            np.multiply(mixed, MULTIPLIERS[0], out=mixed)
             np.right_shift(mixed, _HALF, out=other)
             np.bitwise_xor(mixed, other, out=mixed)
-            np.multiply(mixed, _SECOND, out=mixed)
+            np.multiply(mixed, MULTIPLIERS[1], out=mixed)
             np.right_shift(mixed, _HALF, out=mixed)
             # From 32 bits to 0 .. modulus - 1.
             np.multiply(mixed, modulus, out=mixed)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from hvdtrain.config import plugins
 from hvdtrain.data.reading import BadSample, StreamedSplit
@@ -28,7 +27,7 @@ from hvdtrain.data.splits import (
     check_split,
     texts_of,
 )
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, refuse
 
 
 def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
@@ -41,18 +40,14 @@ def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
             f"--data={name}: returned {type(made).__name__}; expected hvdtrain.Dataset, or two "
             "torch data sets (train, valid) of (image, class)"
         )
-    _refuse(f"--data={name}", _wrong_in_description(made))
+    refuse(f"--data={name}: {problem}" for problem in _wrong_in_description(made))
     for part, split in (("train", made.train), ("valid", made.valid)):
         check_split("--data", name, part, split)
         if isinstance(split, TensorSplit):
-            _refuse(f"--data={name}: {part} split", _wrong_in_tensors(split, made))
+            problems = _wrong_in_tensors(split, made)
+            refuse(f"--data={name}: {part} split: {problem}" for problem in problems)
             split.inputs = split.inputs.to(dtype)
     return made
-
-
-def _refuse(what: str, problems: Iterable[str]) -> None:
-    if messages := [f"{what}: {problem}" for problem in problems]:
-        raise UsageError(*messages)
 
 
 def _wrong_in_description(data: Dataset) -> Iterator[str]:
@@ -119,12 +114,8 @@ class TorchSamples:
             raise BadSample(f"--data={self.name}: sample {index}: {problem}")
         return image.to(self.dtype), int(label)
 
-    def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
-        none = torch.empty((0, *self.shape), dtype=self.dtype), torch.empty(0, dtype=torch.int64)
-        return default_collate(samples) if samples else none
-
-    def finish(self, batch: Batch) -> Batch:
-        return batch
+    def empty_batch(self) -> Batch:
+        return torch.empty((0, *self.shape), dtype=self.dtype), torch.empty(0, dtype=torch.int64)
 
 
 def _problem_of(image: Any, label: Any, shape: Shape, classes: int) -> str:

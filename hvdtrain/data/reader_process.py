@@ -12,8 +12,7 @@ class ReaderPopen(Popen):
     it.
     """
 
-    def terminate(self) -> None:
-        self.kill()
+    terminate = Popen.kill
 
 
 class ReaderProcess(ForkServerProcess):

@@ -5,8 +5,10 @@ The processes are forked by a fork server, as forking a process with a running H
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -14,19 +16,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
-from typing import Any, Protocol, runtime_checkable
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, default_convert
+from torch.utils.data import DataLoader, default_collate, default_convert
 
 from hvdtrain import cgroups
 from hvdtrain.data.feeding import Loaded
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import texts_of
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.interpreter import started_elsewhere
 from hvdtrain.log import complain
 from hvdtrain.pulse import STOP_SIGNALS
+from hvdtrain.tensors import bytes_of
 
 # Of the tracker, which removes the semaphores of a run that was killed: they are no mistake.
 QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
@@ -38,7 +42,6 @@ class BadSample(TrainingError):
     """A sample that cannot be read; the message names the file."""
 
 
-@runtime_checkable
 class Batched(Protocol):
     """Samples that are read as batches. The object is sent to the reader processes."""
 
@@ -47,23 +50,21 @@ class Batched(Protocol):
     def load(self, keys: list[Key]) -> Loaded:
         """Return these samples as a batch. Raises BadSample."""
 
-    def finish(self, batch: Any) -> Any:
-        """Complete a batch in the training process, on the device where it is used."""
-
 
 class Samples(Protocol):
-    """Samples that are read one by one. The object is sent to the reader processes."""
+    """Samples that are read one by one. The object is sent to the reader processes.
+
+    It may also offer `finish(batch)`, which completes a batch in the training process, on the
+    device where it is used.
+    """
 
     def __len__(self) -> int: ...
 
     def read(self, index: int, epoch: int) -> Any:
         """Return one sample. Raises BadSample."""
 
-    def collate(self, samples: list[Any]) -> Any:
-        """Return samples that were read as a batch; of none, if all were skipped."""
-
-    def finish(self, batch: Any) -> Any:
-        """Complete a batch in the training process, on the device where it is used."""
+    def empty_batch(self) -> Any:
+        """Return a batch without samples, for one of which all were skipped."""
 
 
 class StreamedSplit:
@@ -86,9 +87,8 @@ class StreamedSplit:
         """
         self.may_skip = may_skip
         self._samples = samples
-        self._reader = _Reader(
-            samples if isinstance(samples, Batched) else _OneByOne(samples, may_skip, advice)
-        )
+        self._finish = getattr(samples, "finish", None)
+        self._reader = _Reader(samples, may_skip, advice)
         self._readers = readers
         self._stay = stay
         self._begin_reader = begin_reader
@@ -108,8 +108,8 @@ class StreamedSplit:
         return texts_of(self._samples)
 
     def batch(self, indices: Indices, epoch: int = 0) -> Any:
-        loaded = self._reader.samples.load([(int(index), epoch) for index in indices])
-        return self._samples.finish(loaded.batch)
+        batch = self._reader.load([(int(index), epoch) for index in indices]).batch
+        return batch if self._finish is None else self._finish(batch)
 
     def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
         self._batches.keys = ([(int(i), epoch) for i in indices] for indices in batches)
@@ -120,7 +120,7 @@ class StreamedSplit:
             for loaded in self._loader:
                 if isinstance(loaded, str):
                     raise TrainingError(loaded)
-                yield replace(loaded, finish=self._samples.finish)
+                yield replace(loaded, finish=self._finish)
         except (RuntimeError, EOFError, ConnectionError) as error:
             # A reader that ends while it sends a batch breaks the connection.
             sending = self._readers > 0 and not isinstance(error, RuntimeError)
@@ -132,10 +132,6 @@ class StreamedSplit:
             elif full := cgroups.explain_full():
                 reason += f"; {full}"
             raise TrainingError(f"a process that reads data ahead has ended: {reason}") from error
-
-    def restart(self) -> None:
-        """End the processes; new ones, with the samples as they are then, begin the next epoch."""
-        self._loader = None
 
     def _make_loader(self) -> DataLoader[Loaded]:
         return DataLoader(
@@ -171,29 +167,21 @@ class _Batches:
 class _Reader(torch.utils.data.Dataset[Any]):
     """A map-style data set that reads a batch at a time, in any process."""
 
-    samples: Batched
+    samples: Any  # Samples or Batched
+    may_skip: bool
+    advice: str
 
     def __getitems__(self, keys: list[Key]) -> Loaded | str:
         # Returned, not raised: the loader would wrap the error in its own traceback.
         try:
-            return self.samples.load(keys)
+            return self.load(keys)
         except BadSample as error:
             return str(error)
 
-
-@dataclass(eq=False)
-class _OneByOne:
-    """Batches of samples that are read one by one."""
-
-    samples: Samples
-    may_skip: bool
-    advice: str
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
     def load(self, keys: list[Key]) -> Loaded:
         """Return these samples as a batch. Raises BadSample, unless samples may be skipped."""
+        if not hasattr(self.samples, "read"):
+            return self.samples.load(keys)  # type: ignore[no-any-return]
         read = []
         for index, epoch in keys:
             try:
@@ -203,10 +191,8 @@ class _OneByOne:
                     raise BadSample(f"{error}. {self.advice}" if self.advice else error) from None
                 if epoch == 0:
                     complain(f"skipped: {error}")
-        return Loaded(self.samples.collate(read), len(read), bad=len(keys) - len(read))
-
-    def finish(self, batch: Any) -> Any:
-        return self.samples.finish(batch)
+        batch = default_collate(read) if read else self.samples.empty_batch()
+        return Loaded(batch, len(read), bad=len(keys) - len(read))
 
 
 def _begin(begin_reader: BeginReader | None, number: int) -> None:
@@ -228,13 +214,9 @@ def _outlive_stops() -> None:
     a data set runs would inherit that a signal is ignored or blocked.
     """
     for number in STOP_SIGNALS:
-        signal.signal(number, _pass)
+        signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)  # native code may not expect interrupted system calls
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-def _pass(*_: object) -> None:
-    """Do nothing about a signal."""
 
 
 def _end_with_parent() -> None:
@@ -274,3 +256,39 @@ def _start_fork_server(imports: Sequence[str]) -> None:
             forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def digest_of(*parts: Any) -> str:
+    """Return a digest of what reader processes would receive of these objects.
+
+    Raises UsageError for what cannot be sent to processes that are not forked.
+    """
+    digest = hashlib.blake2b()
+    for part in parts:
+        try:
+            _Digester(digest).dump(part)
+        except Exception as error:  # classes define how they are pickled
+            raise UsageError(
+                f"hvdtrain.MapSplit: reader processes cannot receive the data set or its functions "
+                f"({type(error).__name__}: {error}). Define them at the top of a module, or read "
+                "without processes (readers=0, num_workers=0)"
+            ) from error
+    return digest.hexdigest()
+
+
+class _Digester(pickle.Pickler):
+    """A pickler whose output only goes into a digest; large arrays are not copied."""
+
+    def __init__(self, digest: Any) -> None:
+        super().__init__(
+            SimpleNamespace(write=digest.update),
+            protocol=5,
+            buffer_callback=lambda buffer: digest.update(buffer.raw()),
+        )
+        self._digest = digest
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
+            return NotImplemented
+        self._digest.update(bytes_of(obj))
+        return str, (f"{obj.dtype} {list(obj.shape)}",)

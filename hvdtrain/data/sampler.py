@@ -85,9 +85,9 @@ class GlobalBatchSampler:
         """Return the function of two positions that returns the samples between them."""
         if not self._shuffle:
             return lambda start, stop: np.arange(start, stop, dtype=np.int64)
-        parts = enumerate(self._parts)
-        orders = [Permutation(part, self._seed, (epoch, host)) for host, part in parts]
-        return MergedOrder(orders).between
+        return MergedOrder(
+            [Permutation(part, self._seed, (epoch, host)) for host, part in enumerate(self._parts)]
+        ).between
 
 
 class OneForEachRank:
@@ -126,13 +126,12 @@ class Shares(OneForEachRank):
 
     def of(self, indices: Indices, rank: int) -> Indices:
         """Return the part of a batch for `rank`. The parts of all ranks make up the batch."""
-        start, stop = (self._edge(len(indices), edge) for edge in (rank, rank + 1))
-        return indices[start:stop]
+        part = self.of_all(len(indices), rank)
+        return indices[part.start : part.stop]
 
     def of_all(self, samples: int, rank: int) -> range:
         """Return the part for `rank` of all samples of a split, in the order of their numbers."""
-        start, stop = (self._edge(samples, edge) for edge in (rank, rank + 1))
-        return range(start, stop)
+        return range(self._edge(samples, rank), self._edge(samples, rank + 1))
 
     def sizes(self, length: int) -> list[int]:
         """Return the lengths of all ranks' parts of a batch of `length`, up to `slack`."""

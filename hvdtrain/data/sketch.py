@@ -16,7 +16,7 @@ import torch
 from hvdtrain.data.drawing import drawing
 from hvdtrain.data.feeding import in_order, stream
 from hvdtrain.data.splits import Split
-from hvdtrain.tensors import items_of
+from hvdtrain.tensors import bytes_of, items_of
 
 SKETCH = "sketch"  # the name of a split's sketch in its fingerprint
 SAMPLES = 8
@@ -91,8 +91,7 @@ def _of_tensor(path: str, values: torch.Tensor) -> list[Any]:
         values = torch.view_as_real(values).reshape(-1)
     # Bytes are pixels more often than numbers of classes.
     if not values.is_floating_point() and values.dtype is not torch.uint8:
-        content = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
-        return [f"{text} {content}", []]
+        return [f"{text} {hashlib.sha256(bytes_of(values)).hexdigest()}", []]
     numbers = torch.nan_to_num(values.double(), posinf=1e30, neginf=-1e30)
     signs = torch.randint(2, numbers.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     sums = torch.zeros(SUMS, dtype=torch.float64)

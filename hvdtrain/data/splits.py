@@ -112,8 +112,9 @@ class ImageFormat:
         if self.channels not in (1, 3) or min(self.height, self.width) < 1:
             raise ValueError(f"{self.channels} channels, {self.height} x {self.width} pixels")
         if self.height * self.width > MOST_INPUT_PIXELS:
-            size = f"{self.height} x {self.width}"
-            raise ValueError(f"{size} pixels are more than {MOST_INPUT_PIXELS:,}")
+            raise ValueError(
+                f"{self.height} x {self.width} pixels are more than {MOST_INPUT_PIXELS:,}"
+            )
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels) or not all(map(math.isfinite, values)):
                 raise ValueError(f"{name}={values}: a number, or one for each channel")
@@ -143,7 +144,7 @@ class Dataset:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Return a name for each class."""
-        return self.names or tuple(str(number) for number in range(self.classes))
+        return self.names or tuple(map(str, range(self.classes)))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +18,11 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from hvdtrain.data.feeding import Loaded, may_skip, stream
-from hvdtrain.data.sampler import Indices
+from hvdtrain.data.permutation import MULTIPLIERS, Indices
 from hvdtrain.data.splits import Batch, Dataset, ImageFormat, Split, TensorSplit, texts_of
 
-# SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators",
-# OOPSLA 2014. Its n-th number can be computed without those before.
+# Of SplitMix64, whose n-th number can be computed without those before.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 FLIP, ROW, COLUMN = range(3)  # purposes of random numbers
@@ -31,11 +30,10 @@ FLIP, ROW, COLUMN = range(3)  # purposes of random numbers
 
 def uniform(seed: int, epoch: int, purpose: int, indices: Indices) -> NDArray[np.float64]:
     """Return a number in [0, 1) for each sample of `indices`, a pure function of all arguments."""
-    sequence = np.random.SeedSequence([seed, epoch, purpose])
-    (start,) = sequence.generate_state(1, np.uint64)
+    (start,) = np.random.SeedSequence([seed, epoch, purpose]).generate_state(1, np.uint64)
     with np.errstate(over="ignore"):  # modulo 2^64 is intended
         numbers = start + (indices.astype(np.uint64) + np.uint64(1)) * _STEP
-        for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        for shift, multiplier in zip(_SHIFTS, MULTIPLIERS, strict=False):
             numbers = (numbers ^ (numbers >> shift)) * multiplier
     numbers ^= numbers >> _SHIFTS[-1]
     result: NDArray[np.float64] = (numbers >> np.uint64(11)) * 2.0**-53
@@ -64,57 +62,67 @@ def _constants(
     return [values.reshape(shapes[values.dim()]) for values in made]
 
 
+@dataclass(eq=False)
 class ChangedSplit:
     """Base class of a split that changes the batches of another, reading ahead if that does."""
 
-    def __init__(self, split: Split) -> None:
-        self._split = split
-        self.may_skip = may_skip(split)
+    split: Split
+
+    @property
+    def may_skip(self) -> bool:
+        return may_skip(self.split)
 
     def __len__(self) -> int:
-        return len(self._split)
+        return len(self.split)
 
     def fingerprint(self) -> Iterable[str] | None:
-        return texts_of(self._split)
+        return texts_of(self.split)
 
-    def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
+    def to_read(self, indices: Indices, epoch: int) -> Indices:
+        """Return the samples that a batch of `indices` is made of."""
+        return indices
+
+    def change(self, batch: Batch, indices: Indices, epoch: int) -> Any:
         raise NotImplementedError
 
-    def batch(self, indices: Indices, epoch: int = 0) -> Batch:
-        return self.change(self._split.batch(indices, epoch), indices, epoch)
+    def batch(self, indices: Indices, epoch: int = 0) -> Any:
+        read = self.split.batch(self.to_read(indices, epoch), epoch)
+        return self.change(read, indices, epoch)
 
     def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
         ahead, now = itertools.tee(batches)
+        read = stream(self.split, (self.to_read(indices, epoch) for indices in ahead), epoch)
         # In this order: the batch that has just come is then in `now` without being computed again.
-        for one, indices in zip(stream(self._split, ahead, epoch), now, strict=True):
-            yield Loaded(self.change(one.on(), indices, epoch), one.samples, one.bad)
+        for one, indices in zip(read, now, strict=True):
+            changed = self.change(one.on(), indices, epoch)
+            yield Loaded(changed, len(indices) - one.bad, one.bad)
 
 
+@dataclass(eq=False)
 class AugmentedSplit(ChangedSplit):
-    """The samples of another split, mirrored and shifted at random."""
+    """The samples of another split, mirrored and shifted at random.
 
-    def __init__(self, split: Split, seed: int, hflip: float, crop_padding: int) -> None:
-        """`hflip`: probability of mirroring. `crop_padding`: pixels of zeros added around an image
-        before a window of its original size is cut out at random.
-        """
-        super().__init__(split)
-        self._seed = seed
-        self._hflip = hflip
-        self._padding = crop_padding
+    `hflip`: probability of mirroring. `crop_padding`: pixels of zeros added around an image before
+    a window of its original size is cut out at random.
+    """
+
+    seed: int
+    hflip: float
+    crop_padding: int
 
     def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
         inputs, labels = batch
 
         def draw(purpose: int) -> torch.Tensor:
-            return torch.from_numpy(uniform(self._seed, epoch, purpose, indices)).to(inputs.device)
+            return torch.from_numpy(uniform(self.seed, epoch, purpose, indices)).to(inputs.device)
 
-        if self._hflip > 0:
-            mirrored = draw(FLIP) < self._hflip
+        if self.hflip > 0:
+            mirrored = draw(FLIP) < self.hflip
             inputs = torch.where(mirrored[:, None, None, None], inputs.flip(3), inputs)
-        if self._padding > 0:
-            places = 2 * self._padding + 1
+        if self.crop_padding > 0:
+            places = 2 * self.crop_padding + 1
             tops, lefts = ((draw(purpose) * places).long() for purpose in (ROW, COLUMN))
-            padded = functional.pad(inputs, (self._padding,) * 4)
+            padded = functional.pad(inputs, (self.crop_padding,) * 4)
             inputs = _windows(padded, inputs.shape, tops, lefts)
         return inputs, labels
 
@@ -134,16 +142,15 @@ def _windows(
     ]
 
 
+@dataclass(eq=False)
 class ResizedSplit(ChangedSplit):
-    """The samples of another split, resized."""
+    """The samples of another split, resized to `size` (height, width)."""
 
-    def __init__(self, split: Split, size: tuple[int, int]) -> None:
-        super().__init__(split)
-        self._size = size
+    size: tuple[int, int]
 
     def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
         inputs, labels = batch
-        return resize(inputs, self._size), labels
+        return resize(inputs, self.size), labels
 
 
 def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:
@@ -155,8 +162,8 @@ def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:
         else ResizedSplit(split, size)
         for split in (dataset.train, dataset.valid)
     )
-    note = f"resized from {height}x{width} to {size[0]}x{size[1]}, bilinear"
-    note = f"{dataset.note}, {note}" if dataset.note else note
+    change = f"resized from {height}x{width} to {size[0]}x{size[1]}, bilinear"
+    note = ", ".join(filter(None, (dataset.note, change)))
     return replace(dataset, shape=(channels, *size), train=train, valid=valid, note=note)
 
 

@@ -41,45 +41,47 @@ def bisect(
     replayed = []
     for letter, run, config in zip("AB", runs, configs, strict=True):
         try:
-            replayer = _replayer(run, config, agreed + 1, last)
-            start = replayer.start_before(agreed + 1)
+            replayer, start = _replayer(run, config, agreed + 1, last)
         except ReplayMismatch as error:
             say(f"bisect: {letter} cannot be computed again: {error}")
             return {"wrong": [letter]}
         replayed.append(compute_all(replayer.records(agreed + 1, last)))
         reason = _first_wrong(run, replayed[-1], replayer.names)
         steps = f"steps {agreed + 1} to {last}" if last > agreed + 1 else f"step {last}"
-        text = f"bisect: {letter}, {steps}, computed again from {place_of(start)}: "
-        say(text + (f"its trace is not what this gives: {reason}" if reason else "as recorded"))
+        outcome = f"its trace is not what this gives: {reason}" if reason else "as recorded"
+        say(f"bisect: {letter}, {steps}, computed again from {place_of(start)}: {outcome}")
         wrong += [letter] if reason else []
     for ours, theirs in zip(*replayed, strict=False):
         if parting := first_difference(ours, theirs, replayer.names):
             say(f"bisect: they part at step {ours.step}: {parting.what}: {parting.text}")
-            first = _name_first(runs, configs, ours.step, parting)
-            if first:
+            if first := _name_first(runs, configs, ours.step, parting):
                 say(f"bisect: {first}")
             return {"wrong": wrong, "step": ours.step, **asdict(parting), "first": first}
-    cause = "So the final parameters of one run are not those that it computed"
-    if wrong:
-        names = " and ".join(wrong)
-        cause = f"So {names}: computed wrongly, or with other code, or with a changed trace"
+    cause = (
+        f"So {' and '.join(wrong)}: computed wrongly, or with other code, or with a changed trace"
+        if wrong
+        else "So the final parameters of one run are not those that it computed"
+    )
     say(f"bisect: computed again, both runs agree at every one of these steps. {cause}")
     return {"wrong": wrong}
 
 
-def _replayer(run: RecordedRun, config: TrainConfig, first: int, last: int) -> Replayer:
-    """Return what computes steps of a run again; a run with --deterministic leaves that mode on."""
+def _replayer(run: RecordedRun, config: TrainConfig, first: int, last: int) -> tuple[Replayer, int]:
+    """Return what computes steps of a run again, and from which step on.
+
+    A run with --deterministic leaves that mode on.
+    """
     torch.use_deterministic_algorithms(False)
-    return Replayer(run, config, segment_of(run, first, last))
+    replayer = Replayer(run, config, segment_of(run, first, last))
+    return replayer, replayer.start_before(first)
 
 
 def _first_wrong(
     run: RecordedRun, replayed: Sequence[TraceRecord], names: Sequence[str]
 ) -> str | None:
     """Return how the first record that is not found again differs from the run's own."""
-    recorded = {record.step: record for record in run.records}
     for record in replayed:
-        expected = recorded.get(record.step)
+        expected = run.by_step.get(record.step)
         if expected and (parting := first_difference(expected, record, names)):
             return f"step {record.step}: {parting.what}: {parting.text}"
     return None
@@ -94,8 +96,7 @@ def _name_first(
     """Compute a step again, and return the first samples or the first tensor that differ."""
     passes, samples = [], []
     for run, config in zip(runs, configs, strict=True):
-        replayer = _replayer(run, config, step, step)
-        replayer.start_before(step)
+        replayer, _ = _replayer(run, config, step, step)
         passes.append(PassDigests(replayer.job.model, step))
         compute_all(replayer.advance(step, passes[-1]))
         samples.append(_sample_digests(replayer.job, step, passes[-1].indices))
@@ -113,8 +114,10 @@ def _first_place(one: Sequence[int], other: Sequence[int]) -> str:
     """Return where two global batches first have different samples."""
     for index, (ours, theirs) in enumerate(zip(one, other, strict=False)):
         if ours != theirs:
-            text = f"at place {index} of the global batch: samples {ours} and {theirs}"
-            return f"the order differs first {text}"
+            return (
+                f"the order differs first at place {index} of the global batch: samples {ours} and "
+                f"{theirs}"
+            )
     return f"global batches of {len(one)} and {len(other)} samples"
 
 

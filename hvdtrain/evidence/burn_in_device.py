@@ -39,11 +39,6 @@ SUMS, WARM_UP = 20, 3
 JOIN_S = 60.0  # for the other devices to finish their last repetition, and for a sum
 
 
-def compute(device: torch.device) -> dict[str, str]:
-    """Compute all from the beginning; return name -> digest in order of computation."""
-    return train(device) | dict(_multiply(device))
-
-
 def _multiply(device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield name and digest of products of matrices, of which each is a factor of the next."""
     side, formats = SIDES.get(device.type, SIDE), dict(FORMATS)
@@ -108,9 +103,13 @@ def measure_sums(device: torch.device, rank: int, size: int, store: str) -> dict
         synchronize(device)
         seconds += [time.perf_counter() - began] * (number >= WARM_UP)
     distributed.destroy_process_group()
-    problem = f"{wrong:,} of {count:,} elements" if wrong else None
-    measured = {"backend": backend, "bytes": 4 * count, "seconds": statistics.median(seconds)}
-    return measured | {"devices": size, "wrong": problem}
+    return {
+        "backend": backend,
+        "bytes": 4 * count,
+        "seconds": statistics.median(seconds),
+        "devices": size,
+        "wrong": f"{wrong:,} of {count:,} elements" if wrong else None,
+    }
 
 
 def main() -> int:
@@ -128,7 +127,9 @@ def main() -> int:
     # Nothing here has only a form that does not repeat; should a device have no other, the
     # comparison shows it.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    results = repeat(lambda: compute(device), kind_of(device), float(seconds))
+    results = repeat(
+        lambda: train(device) | dict(_multiply(device)), kind_of(device), float(seconds)
+    )
     if int(size) > 1:
         try:
             sums = measure_sums(device, int(rank), int(size), store)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.horovodrun import horovodrun_environment
-from hvdtrain.launcher.processes import marked
+from hvdtrain.launcher.processes import marked, send_signal
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 MARK = "HVDTRAIN_CHILD_MARK"  # identifies one command
@@ -28,6 +29,7 @@ ALL_IS_WELL = b"."
 POLL_S = 0.02
 GRACE_S = 3.0  # for the others to report their errors, once one has failed
 LINES_SHOWN = 12
+LATE = "no end after {:g} s (--time-limit-s)"
 
 Result = dict[str, Any]
 
@@ -100,8 +102,9 @@ def guarded() -> Iterator[None]:
     A separate guard process ends them, also where this one is killed or stopped.
     """
     mark = secrets.token_hex(8)
-    argv = [*module_argv(__name__), mark]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True) as guard:
+    with subprocess.Popen(
+        [*module_argv(__name__), mark], stdin=subprocess.PIPE, start_new_session=True
+    ) as guard:
         assert guard.stdin is not None
         os.environ[GROUP_MARK] = mark
         try:
@@ -113,25 +116,38 @@ def guarded() -> Iterator[None]:
 
 
 def run_command(
-    argv: Sequence[str], environment: Mapping[str, str], folder: Path, time_limit_s: float
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    time_limit_s: float,
+    late: str = LATE,
 ) -> None:
     """Run a command to its end, with one compute thread per process and its log in `folder`.
 
-    Raises ChildFailure.
+    `late`: says that the seconds are over. Raises ChildFailure.
     """
     deadline = time.monotonic() + time_limit_s
     child = CommandProcess(argv, folder / "process-0.log", {**environment, **ONE_THREAD})
     try:
-        watch([child], folder, deadline, time_limit_s)
+        watch([child], folder, deadline, late.format(time_limit_s))
     finally:
         child.end()
 
 
-def watch(children: Sequence[Child], folder: Path, deadline: float, limit_s: float) -> None:
-    """Wait until all have exited with 0. Raises ChildFailure on a failure or at `deadline`."""
+def watch(children: Sequence[Child], folder: Path, deadline: float, late: str) -> None:
+    """Wait until all have exited with 0. Raises ChildFailure on a failure, and with the text `late`
+    at `deadline`.
+    """
     while not all_ended(children, folder):
         if time.monotonic() > deadline:
-            raise ChildFailure(f"no end after {limit_s:g} s (--time-limit-s)")
+            raise ChildFailure(late)
+        time.sleep(POLL_S)
+
+
+def wait_while(condition: Callable[[], bool], limit_s: float = math.inf) -> None:
+    """Wait while the condition holds, at most for `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and condition():
         time.sleep(POLL_S)
 
 
@@ -139,16 +155,14 @@ def all_ended(children: Sequence[Child], folder: Path) -> bool:
     """Return whether all have exited with 0. Raises ChildFailure when one has failed."""
     codes = [child.exit_code() for child in children]
     if any(codes):
-        until = time.monotonic() + GRACE_S
-        while time.monotonic() < until and any(child.exit_code() is None for child in children):
-            time.sleep(POLL_S)
+        wait_while(lambda: any(child.exit_code() is None for child in children), GRACE_S)
         raise ChildFailure(explain(folder, codes))
     return all(code == 0 for code in codes)
 
 
 def explain(folder: Path, codes: Sequence[int | None]) -> str:
     """Return the first error reported; where there is none, exit code and end of a log."""
-    reports = [read_json(path) for path in folder.glob("process-*.json")]
+    reports = map(read_json, folder.glob("process-*.json"))
     failed = [content for content in reports if "error" in content]
     if failed:
         return str(min(failed, key=lambda content: content["failed_at"])["error"])
@@ -166,9 +180,7 @@ def read_json(path: Path) -> Result:
 def end_marked(name: str, mark: str) -> None:
     """Kill all processes with this mark; return once they are gone."""
     while left := marked(name, mark):
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        send_signal(signal.SIGKILL, left)
         time.sleep(POLL_S)
 
 

@@ -8,14 +8,24 @@ computes steps again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.audit.trace import RecordDifference, first_difference
+from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import train_options
 from hvdtrain.data.splits import difference
-from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK, ReplayMismatch, UsageError
+from hvdtrain.errors import (
+    EXIT_MISMATCH,
+    EXIT_OK,
+    ReplayMismatch,
+    UsageError,
+    attempt,
+    refuse,
+)
 from hvdtrain.evidence.bisect import bisect
 from hvdtrain.evidence.replay import config_of
 from hvdtrain.files import write_json
@@ -24,12 +34,16 @@ from hvdtrain.records.trace_file import RecordedRun
 from hvdtrain.train.checkpoint import DamagedCheckpoint, load_state
 
 Pairs = dict[str, tuple[Any, Any]]  # two values by name
+UNEXPLAINED = (
+    "nothing that was recorded explains it: other code, a fault of the computation, or a changed "
+    "trace"
+)
 LENGTH = ("epochs", "max_steps")  # by which a schedule decides what is learned
 
 
 def diff(arguments: dict[str, Any]) -> int:
     """Compare two runs, print how they differ, and return the exit code. Raises UsageError."""
-    one, other = runs = _read([Path(arguments["one"]), Path(arguments["other"])])
+    one, other = runs = _read([Path(arguments[name]) for name in ("one", "other")])
     states = [_newest_state(run) for run in runs]
     around, names = Circumstances.of(runs, states), _parameter_names(runs, states)
     traces = Traces.of(one, other, names)
@@ -43,11 +57,16 @@ def diff(arguments: dict[str, Any]) -> int:
     configs = [config_of(run, arguments) for run in runs] if arguments["bisect"] else []
     same, verdict = _verdict(runs, around, traces)
     for letter, run in zip("AB", runs, strict=True):
-        steps = counted(run.summary.get("steps", 0), "step")
-        say(f"{letter}: {run.path}: {steps}, {counted(len(run.records), 'record')}")
+        steps, records = run.summary.get("steps", 0), len(run.records)
+        say(f"{letter}: {run.path}: {counted(steps, 'step')}, {counted(records, 'record')}")
     say("\n".join([*around.lines(), *traces.lines()]))
-    report: dict[str, Any] = {"runs": [str(run.path) for run in runs], "same": same}
-    report |= {"circumstances": asdict(around), "trace": asdict(traces), "verdict": verdict}
+    report: dict[str, Any] = {
+        "runs": [str(run.path) for run in runs],
+        "same": same,
+        "circumstances": asdict(around),
+        "trace": asdict(traces),
+        "verdict": verdict,
+    }
     say(f"diff: {verdict}")
     last = traces.step or (runs[0].summary["steps"] if _same_end(runs) is False else 0)
     if configs and last > traces.agreed:
@@ -78,12 +97,11 @@ class Circumstances:
         learning = [
             name for name in options if options[name].learns or (scheduled and name in LENGTH)
         ]
-        differing = _pairs(configs, learning)
         installed = [
             run.summary.get("machine", {}) | run.summary.get("versions", {}) for run in runs
         ]
         return cls(
-            options={f"--{name.replace('_', '-')}": pair for name, pair in differing.items()},
+            options={flag_of(name): pair for name, pair in _pairs(configs, learning).items()},
             versions=_pairs(installed, dict.fromkeys([*installed[0], *installed[1]])),
             workers=_pairs([run.summary for run in runs], ("world_size", "controller")),
             data=_data_lines(states),
@@ -107,14 +125,13 @@ class Circumstances:
         """Return the differences that may be the cause of others."""
         named = {"configurations": self.options, "versions": self.versions}
         reasons = [
-            f"their {kind} differ in {', '.join(_named(named[kind]))}"
-            for kind in named
-            if named[kind]
+            f"their {kind} differ in {', '.join(_named(pairs))}"
+            for kind, pairs in named.items()
+            if pairs
         ]
         reasons += [f"their data differ: {line}" for line in self.data]
-        if self.workers and not self.virtual:
-            reasons.append("without --virtual-workers other workers round differently")
-        return reasons
+        rounded = "without --virtual-workers other workers round differently"
+        return [*reasons, rounded] if self.workers and not self.virtual else reasons
 
 
 @dataclass(frozen=True)
@@ -130,8 +147,7 @@ class Traces:
     @classmethod
     def of(cls, one: RecordedRun, other: RecordedRun, names: Sequence[str]) -> Traces:
         """Compare the records of each step, in order."""
-        ours, theirs = ({record.step: record for record in run.records} for run in (one, other))
-        common, broken = sorted(ours.keys() & theirs.keys()), []
+        common, broken = sorted(one.by_step.keys() & other.by_step.keys()), []
         for run in (one, other):
             try:
                 run.check()
@@ -139,29 +155,29 @@ class Traces:
                 broken.append(str(error))
         agreed = 0
         for step in common:
-            if parting := first_difference(ours[step], theirs[step], names):
+            if parting := first_difference(one.by_step[step], other.by_step[step], names):
                 return cls(common, agreed, step, parting, broken)
             agreed = step
         return cls(common, agreed, None, None, broken)
 
     def lines(self) -> list[str]:
-        lines = [f"  {'trace':13}  {text}" for text in self.broken]
+        texts = [*self.broken]
         if self.parting:
             before = f"step {self.agreed} agrees" if self.agreed else "the first that is recorded"
-            text = f"step {self.step} differs first ({before}): {self.parting.what}: "
-            lines.append(f"  {'trace':13}  {text}{self.parting.text}")
+            texts.append(
+                f"step {self.step} differs first ({before}): {self.parting.what}: "
+                f"{self.parting.text}"
+            )
         elif self.common:
-            steps = f"all {counted(len(self.common), 'step')} that both recorded agree"
-            lines.append(f"  {'trace':13}  {steps}, the last is step {self.agreed}")
-        return lines
+            steps = counted(len(self.common), "step")
+            texts.append(f"all {steps} that both recorded agree, the last is step {self.agreed}")
+        return [f"  {'trace':13}  {text}" for text in texts]
 
 
 def _verdict(
     runs: Sequence[RecordedRun], around: Circumstances, traces: Traces
 ) -> tuple[bool, str]:
-    """Return whether the runs are the same, and the line that states it. Raises UsageError if
-    nothing that they recorded shows it.
-    """
+    """Return whether the runs are the same, and why. Raises UsageError if no record shows it."""
     ends, why = _same_end(runs), around.reasons()
     if traces.parting and traces.step:
         text = f"the runs part at step {traces.step}, in the {traces.parting.what}"
@@ -197,35 +213,24 @@ def _verdict(
         recorded = f"in {counted(len(traces.common), 'recorded step')}" if traces.common else ""
         end = f"in the parameters after step {runs[0].summary['steps']}" if ends else ""
         return True, f"the runs agree bit for bit {' and '.join(filter(None, (recorded, end)))}"
-    nothing = (
-        "nothing that was recorded explains it: other code, a fault of the computation, or a "
-        "changed trace"
-    )
-    return False, f"{text}; {'; '.join(why) or nothing}"
+    return False, f"{text}; {'; '.join(why) or UNEXPLAINED}"
 
 
 def _read(paths: Sequence[Path]) -> list[RecordedRun]:
     """Return the runs. Raises UsageError with the problems of all."""
-    runs: list[RecordedRun] = []
     problems: list[str] = []
-    for path in paths:
-        try:
-            runs.append(RecordedRun(path, needs_trace=False))
-        except UsageError as error:
-            problems += error.problems
-    if problems:
-        raise UsageError(*problems)
+    reads = (partial(RecordedRun, path, needs_trace=False) for path in paths)
+    runs = [run for read in reads if (run := attempt(problems, read))]
+    refuse(problems)
     return runs
 
 
 def _newest_state(run: RecordedRun) -> dict[str, Any]:
     """Return what the newest good checkpoint says of parameters and data; nothing without one."""
     for _, path in sorted(run.checkpoints.items(), reverse=True):
-        try:
+        with suppress(DamagedCheckpoint):
             state = load_state(path)
-        except DamagedCheckpoint:
-            continue
-        return {name: state.get(name) or [] for name in ("parameters", "frozen", "data")}
+            return {name: state.get(name) or [] for name in ("parameters", "frozen", "data")}
     return {}
 
 
@@ -269,7 +274,8 @@ def _pairs(both: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Pairs:
 
 
 def _named(pairs: Pairs) -> list[str]:
-    shown = {
-        name: ["not given" if value is None else value for value in pairs[name]] for name in pairs
-    }
-    return [f"{name.replace('_', ' ')}: {one} and {other}" for name, (one, other) in shown.items()]
+    return [
+        f"{name.replace('_', ' ')}: "
+        + " and ".join("not given" if value is None else str(value) for value in pair)
+        for name, pair in pairs.items()
+    ]

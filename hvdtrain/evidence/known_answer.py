@@ -57,31 +57,27 @@ def build_network() -> nn.Sequential:
 def train(device: torch.device = CPU) -> dict[str, str]:
     """Train from the beginning; return name -> SHA-256 of each tensor, in order of computation."""
     digests: dict[str, str] = {}
-
-    def note(name: str, tensor: torch.Tensor) -> None:
-        digests[name] = digest_of(tensor)
-
     torch.manual_seed(1)
     network = build_network().to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     drawn = torch.randn(SAMPLES, 3, SIDE, SIDE), torch.randint(CLASSES, (SAMPLES,))
     samples, labels = (tensor.to(device) for tensor in drawn)
-    note("input", samples)
+    digests["input"] = digest_of(samples)
     for step in range(1, STEPS + 1):
         values = samples
         for name, layer in network.named_children():
             values = layer(values)
-            note(f"step {step}, output of {name}", values)
+            digests[f"step {step}, output of {name}"] = digest_of(values)
         loss = F.cross_entropy(values, labels)
-        note(f"step {step}, loss", loss)
+        digests[f"step {step}, loss"] = digest_of(loss)
         optimizer.zero_grad()
         loss.backward()
         for name, parameter in reversed(list(network.named_parameters())):
             assert parameter.grad is not None
-            note(f"step {step}, gradient of {name}", parameter.grad)
+            digests[f"step {step}, gradient of {name}"] = digest_of(parameter.grad)
         optimizer.step()
         for name, tensor in network.state_dict().items():
-            note(f"step {step}, {name} after the update", tensor)
+            digests[f"step {step}, {name} after the update"] = digest_of(tensor)
     return digests
 
 
@@ -96,18 +92,17 @@ def kind_of(core: int, root: Path = Path("/")) -> str:
     Virtual machines shorten the model's name, so its numbers are part of the kind. So are the sizes
     of caches, by which kernels choose blocks: they differ between the cores of hybrid processors.
     """
-    cores = (root / "proc/cpuinfo").read_text().split("\n\n")
     cpu_info = "".join(
-        entry for entry in cores if re.search(rf"^processor\s*: {core}$", entry, re.MULTILINE)
+        entry
+        for entry in (root / "proc/cpuinfo").read_text().split("\n\n")
+        if re.search(rf"^processor\s*: {core}$", entry, re.MULTILINE)
     )
     names = "model name|cpu family|model|CPU implementer|CPU part"
-    fields = [
-        f"{name} {value}" for name, value in re.findall(rf"(?m)^({names})\s*: (.*)$", cpu_info)
-    ]
+    fields = map(" ".join, re.findall(rf"(?m)^({names})\s*: (.*)$", cpu_info))
     caches = sorted((root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index*/size"))
     sizes = "/".join(path.read_text().strip() for path in caches)
-    versions = [f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability()]
-    return ", ".join([os.uname().machine, *fields, f"caches {sizes}", *versions])
+    software = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    return ", ".join([os.uname().machine, *fields, f"caches {sizes}", software])
 
 
 def repeat(compute: Callable[[], dict[str, str]], kind: str, seconds: float) -> dict[str, Any]:
@@ -115,20 +110,19 @@ def repeat(compute: Callable[[], dict[str, str]], kind: str, seconds: float) -> 
 
     `compute` returns a trace: name -> digest, in order of computation.
     """
-    repetition, began = 0, time.monotonic()
+    began = time.monotonic()
     answers: dict[str, dict[str, Any]] = {}
-    results: dict[str, Any] = {"kind": kind, "answers": answers}
-    while repetition < LEAST_REPETITIONS or time.monotonic() - began < seconds:
+    results: dict[str, Any] = {"kind": kind, "answers": answers, "repetitions": 0}
+    while results["repetitions"] < LEAST_REPETITIONS or time.monotonic() - began < seconds:
         trace = compute()
-        repetition += 1
+        results["repetitions"] += 1
         answer = hashlib.sha256("".join(trace.values()).encode()).hexdigest()
         if answer not in answers and len(answers) < ANSWERS_KEPT:
             short = {name: digest[:DIGITS_KEPT] for name, digest in trace.items()}
             answers[answer] = {"count": 0, "at": [], "trace": short}
         if answer in answers:
             answers[answer]["count"] += 1
-            answers[answer]["at"] = [*answers[answer]["at"], repetition][:NUMBERS_KEPT]
-        results["repetitions"] = repetition
+            answers[answer]["at"] = [*answers[answer]["at"], results["repetitions"]][:NUMBERS_KEPT]
         say(json.dumps(results))
     return results
 

@@ -10,28 +10,30 @@ import contextlib
 import json
 import os
 import re
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import LOOP_OPTIONS
+from hvdtrain.documents import read_json
 from hvdtrain.errors import EXIT_USAGE, TrainingError
-from hvdtrain.evidence.children import CommandProcess, guarded
+from hvdtrain.evidence.children import CommandProcess, guarded, wait_while
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.horovodrun import search_path
+from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv, search_path
 from hvdtrain.launcher.processes import marked
+from hvdtrain.records.folders import SUMMARY
 
 MARK = "HVDTRAIN_TRIAL"
-POLL_S = 0.02
 VANISH_S = 30.0
 LINES_SHOWN = 15
 CHOSEN = ("--output", "--experiment", "--resume")
 # horovodrun and mpirun put the rank before each line of a worker.
 RANK = r"\[[\d,]+\]<std(?:out|err)>:"
-REFUSED = re.compile(rf"({RANK})?hvdtrain: error(?: on [^:]+)?: ")
+# The message goes on in lines of the same rank; of a single process, to the end.
+REFUSED = re.compile(rf"^({RANK}|)hvdtrain: error(?: on [^:\n]+)?: (.*(?:\n\1.*)*)", re.MULTILINE)
 ENDED = re.compile(rf"Exit code: +{EXIT_USAGE}$", re.MULTILINE)  # under Gloo horovodrun gives 1
 
 
@@ -62,12 +64,12 @@ class Training:
         """Return the command of a run: one process without Horovod, or several under horovodrun."""
         command = [*self.words]
         if not self.is_script:
-            flags = (f"--{name.replace('_', '-')}={value}" for name, value in options.items())
+            flags = (f"{flag_of(name)}={value}" for name, value in options.items())
             command = [*module_argv("hvdtrain.cli"), "train", *self.words, *flags]
         if workers == 1:
             return command
-        horovodrun = str(Path(sys.executable).parent / "horovodrun")
-        return [horovodrun, "-np", str(workers), f"--{self.controller}", *command]
+        launch = HorovodrunOptions(workers, self.controller, [("localhost", workers)])
+        return horovodrun_argv(launch, command)
 
     def environment(self, options: Mapping[str, object]) -> dict[str, str]:
         """Return the variables of a run."""
@@ -80,8 +82,7 @@ class Training:
 @contextlib.contextmanager
 def scratch_folder(command: str) -> Iterator[Path]:
     """Yield a folder for runs. At the end it is removed, after the processes started meanwhile."""
-    prefix = f"hvdtrain-{command}-"
-    with tempfile.TemporaryDirectory(prefix=prefix) as scratch, guarded():
+    with tempfile.TemporaryDirectory(prefix=f"hvdtrain-{command}-") as scratch, guarded():
         yield Path(scratch)
 
 
@@ -92,21 +93,22 @@ class Trial:
         self, training: Training, workers: int, folder: Path, name: str, **options: object
     ) -> None:
         """`options`: further ones. The run is continued if `folder` has one of this name."""
-        self.path = folder / name
-        self._log = folder / f"{name}.log"
+        self.path, self._log = folder / name, folder / f"{name}.log"
         self._mark = f"{os.getpid()}-{name}"
-        chosen = {"resume": "auto", "output": str(folder), "experiment": name}
-        self._options = chosen | options
-        variables = {MARK: self._mark, "PATH": search_path(os.environ)}
-        # As `hvdtrain launch` does: sets have one order in all processes.
-        self._environment = {"PYTHONHASHSEED": "0"} | os.environ | variables
+        self._options = {"resume": "auto", "output": str(folder), "experiment": name} | options
+        self._environment = {
+            "PYTHONHASHSEED": "0",  # as of `hvdtrain launch`: sets have one order in all processes
+            **os.environ,
+            MARK: self._mark,
+            "PATH": search_path(os.environ),
+        }
         self.start(training, workers)
 
     def start(self, training: Training, workers: int) -> None:
         """Start or resume the job, in a session of its own."""
-        self._training = training
+        self._training, argv = training, training.argv(workers, self._options)
         environment = self._environment | training.environment(self._options)
-        self._job = CommandProcess(training.argv(workers, self._options), self._log, environment)
+        self._job = CommandProcess(argv, self._log, environment)
 
     def is_running(self) -> bool:
         return self._job.exit_code() is None
@@ -117,25 +119,26 @@ class Trial:
 
     def wait(self) -> None:
         """Wait until launcher and workers have ended."""
-        while self.is_running():
-            time.sleep(POLL_S)
+        wait_while(self.is_running)
         self._wait_until_gone()
 
-    def wait_for_success(self) -> None:
-        """Wait for the job. Raises TrainingError, with its last lines, unless the run finished."""
+    def wait_for_success(self) -> dict[str, Any]:
+        """Wait for the job; return the run's summary. Raises TrainingError, with the last lines of
+        the job, unless the run finished.
+        """
         self.wait()
         if not self.is_finished():
             raise TrainingError(f"the training itself fails:\n{self.last_lines()}")
+        return self.summary()
 
     def is_finished(self) -> bool:
         return self.summary().get("status") == "finished"
 
-    def summary(self) -> dict[str, str]:
+    def summary(self) -> dict[str, Any]:
         """Return the content of the run's summary.json; empty if it has none, or is cut off."""
-        summary: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError):
-            summary = json.loads((self.path / "summary.json").read_text("utf-8"))
-        return summary
+            return read_json(self.path / SUMMARY)
+        return {}
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -154,20 +157,11 @@ class Trial:
         log = self.log()
         if self._job.exit_code() != EXIT_USAGE and not ENDED.search(log):
             return None
-        lines = log.splitlines()
-        for number, line in enumerate(lines):
-            if match := REFUSED.match(line):
-                text, prefix = [line[match.end() :]], match[1] or ""
-                for further in lines[number + 1 :]:
-                    if not further.startswith(prefix):
-                        break
-                    text.append(further.removeprefix(prefix))
-                return "\n".join(text)
+        if match := REFUSED.search(log):
+            return "\n".join(line.removeprefix(match[1]) for line in match[2].splitlines())
         return self.last_lines()
 
     def _wait_until_gone(self) -> None:
         """Wait until launcher and workers have ended; end those left after VANISH_S."""
-        deadline = time.monotonic() + VANISH_S
-        while marked(MARK, self._mark) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        wait_while(lambda: bool(marked(MARK, self._mark)), VANISH_S)
         self._job.end()

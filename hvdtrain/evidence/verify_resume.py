@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK
-from hvdtrain.evidence.trials import MARK, POLL_S, Training, Trial, scratch_folder
+from hvdtrain.evidence.children import POLL_S
+from hvdtrain.evidence.trials import MARK, Training, Trial, scratch_folder
 from hvdtrain.launcher.processes import command_of, marked
 from hvdtrain.log import counted, say
 
@@ -29,8 +30,7 @@ def verify_resume(training: Training, *, workers: int, cuts: int, seed: int) -> 
     """
     with scratch_folder("verify-resume") as scratch:
         reference = Trial(training, workers, scratch, "reference")
-        reference.wait_for_success()
-        expected = reference.summary()["params_sha256"]
+        expected = reference.wait_for_success()["params_sha256"]
         say(f"uninterrupted: {expected}")
         hashes = _interrupted_hashes(training, workers, scratch, cuts, random.Random(seed))
     different = sum(digest != expected for digest in hashes)
@@ -51,13 +51,15 @@ def _interrupted_hashes(
     while done < cuts:
         run = InterruptedTrial(training, workers, folder, f"interrupted-{len(hashes)}")
         while done < cuts:
-            kind = signal.SIGTERM if done % 2 else signal.SIGKILL
-            if not run.cut(kind, dice, after_checkpoint=done % 4 != 3):
+            if not run.cut(
+                signal.SIGTERM if done % 2 else signal.SIGKILL,
+                dice,
+                after_checkpoint=done % 4 != 3,
+            ):
                 break  # the run finished first
             done += 1
             run.start(training, workers)
-        run.wait_for_success()
-        hashes.append(run.summary()["params_sha256"])
+        hashes.append(run.wait_for_success()["params_sha256"])
         say(f"interrupted:   {hashes[-1]}")
     return hashes
 

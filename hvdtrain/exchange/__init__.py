@@ -1,44 +1,25 @@
-"""The interface to the other ranks (Exchange), its form for a single process, and agreement.
+"""The interface to the other ranks (Exchange), and its form for a single process.
 
 `hvdtrain.exchange.horovod` holds the implementation over Horovod; the loop depends on neither.
 """
 
 from __future__ import annotations
 
-import hashlib
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvdtrain.errors import (
-    EXIT_FAILED,
-    AgreedFailure,
-    HvdtrainError,
-    PeerFailure,
-    TrainingError,
-    UsageError,
-    name_ranks,
-)
+from hvdtrain.errors import PeerFailure, UsageError
 from hvdtrain.exchange.buckets import LEAST_BUCKET_BYTES
-from hvdtrain.exchange.distributed_optimizer import (
-    check_layout,
-    layout_of,
-    load_exactly,
-    parameters_of,
-)
+from hvdtrain.exchange.gradients import make_gradients_dense, parameters_of
 from hvdtrain.ring.orders import OPEN_MPI_RING, KnownOrder
 from hvdtrain.ring.transports import Transport, in_process_ring
-from hvdtrain.tensors import copied_to_cpu
 
-Result = TypeVar("Result")
 _joined: Exchange | None = None
-_made_dense = WeakTensorKeyDictionary()  # parameters with the hook of `make_gradients_dense`
 
 
 @dataclass(frozen=True)
@@ -206,32 +187,6 @@ def known_order_of(exchange: Exchange, device: torch.device) -> KnownOrder | Non
         return None
 
 
-def make_gradients_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Convert sparse gradients of `model` to dense ones as soon as a backward pass makes them, and
-    conjugate them in memory where torch has put that off.
-
-    A rank whose share is empty has no gradient and could not determine that the others send sparse
-    ones; rows that are looked up twice have no fixed order of summation; norms and most optimizers
-    do not support sparse gradients. Dense ones are summed, checked and used like all others, for
-    any N. Raises UsageError for an optimizer that takes sparse gradients only.
-    """
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UsageError(
-            "SparseAdam: takes sparse gradients only, but hvdtrain makes all gradients dense (on "
-            "one worker too, so that N changes nothing). Use torch.optim.Adam or Adagrad"
-        )
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter not in _made_dense:
-            parameter.register_post_accumulate_grad_hook(_make_dense)
-            _made_dense[parameter] = True
-
-
-def _make_dense(parameter: torch.Tensor) -> None:
-    gradient = parameter.grad
-    if gradient is not None and (gradient.is_sparse or gradient.is_conj()):
-        parameter.grad = gradient.to_dense().resolve_conj()
-
-
 def join(connect: Callable[[], Exchange]) -> Exchange:
     """Collective: return the exchange of this process; the first call creates it by `connect`."""
     global _joined
@@ -245,101 +200,27 @@ def joined() -> Exchange | None:
     return _joined
 
 
-def run_on_all(exchange: Exchange, what: str, action: Callable[[], Result]) -> Result:
-    """Collective: run `action` on every rank; return its result if it succeeded on all of them.
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks, collective in both passes: y = sum_r x_r, so dL/dx_r = sum_s dL_s/dy."""
 
-    Otherwise every rank raises the same AgreedFailure, which names each failing rank, so no rank is
-    left waiting in a later collective. `what` names the collective ("prepare").
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, exchange: Exchange, name: str) -> torch.Tensor:
+        ctx.exchange, ctx.name = exchange, name
+        return exchange.sum_later(values.clone(), name)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return summed(gradient.contiguous(), ctx.exchange, f"{ctx.name}.backward"), None, None
+
+
+def summed(
+    values: torch.Tensor, exchange: Exchange, name: str, counts: bool = True
+) -> torch.Tensor:
+    """Collective: return the sum over ranks. Its derivatives, of any order, are collectives too:
+    sums over ranks.
+
+    `counts`: False: this rank computes with a sample that stands in for none, so its derivatives
+    are zero for all ranks; it takes part in their sums, as the others wait for it.
     """
-    failure: tuple[int, str] | None = None
-    try:
-        result = action()
-    except HvdtrainError as error:
-        failure = (error.exit_code, str(error))
-    except (Exception, SystemExit) as error:  # unexpected, perhaps in a user's model
-        trace = traceback.format_exc().rstrip()
-        failure = (EXIT_FAILED, f"{type(error).__name__}: {error}\n{trace}")
-    gathered = exchange.all_gather_object(failure, f"hvdtrain.agree.{what}")
-    failures = {rank: failure for rank, failure in enumerate(gathered) if failure is not None}
-    if failures:
-        raise AgreedFailure(failures, exchange.size)
-    return result
-
-
-def check_same_settings(exchange: Exchange, what: str, settings: Mapping[str, object]) -> None:
-    """Collective: raise AgreedFailure, naming the ranks, unless all have rank 0's settings.
-
-    With other ones, ranks would exchange tensors that others do not know, and wait for ever.
-    """
-    expected = exchange.broadcast_object(settings, f"hvdtrain.{what}.settings")
-
-    def check() -> None:
-        for name, value in settings.items():
-            if value != expected[name]:
-                raise UsageError(f"{what}: {name}={value!r}, on rank 0 {expected[name]!r}")
-
-    run_on_all(exchange, f"{what}.settings", check)
-
-
-def agree_on_layout(
-    exchange: Exchange, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Collective: raise AgreedFailure, naming the ranks, unless all have rank 0's layout."""
-    layout = layout_of(model, optimizer)
-    expected = exchange.broadcast_object(layout, "hvdtrain.layout")
-    run_on_all(exchange, "layout", lambda: check_layout(layout, expected))
-
-
-def adopt_optimizer_state(
-    exchange: Exchange, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Collective: replace the optimizer's state by that of rank 0, whose layout all must have.
-
-    Raises AgreedFailure, naming the ranks, if one has built another model or optimizer, or the same
-    ones in another order (`layout_of`): parameters are reduced, and state is loaded, by place.
-    """
-    layout = layout_of(model, optimizer)
-    # On the CPU: a broadcast tensor keeps its device, which belongs to another rank.
-    root_state = (layout, copied_to_cpu(optimizer.state_dict())) if exchange.rank == 0 else None
-    expected, state = exchange.broadcast_object(root_state, "hvdtrain.optimizer")
-
-    def adopt() -> None:
-        check_layout(layout, expected)
-        load_exactly(optimizer, state)
-
-    run_on_all(exchange, "distribute", adopt)
-
-
-def params_sha256(model: torch.nn.Module, with_buffers: bool = True) -> str:
-    """Return the SHA-256 over name, dtype, shape and little-endian bytes, sorted by name."""
-    buffers = dict(model.named_buffers()) if with_buffers else {}
-    return tensors_sha256(dict(model.named_parameters()) | buffers)
-
-
-def tensors_sha256(named: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 over name, dtype, shape and little-endian bytes, sorted by name."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(named.items()):
-        values = tensor.detach().cpu()
-        values = values.contiguous() if values.layout is torch.strided else values.to_dense()
-        digest.update(f"{name}|{values.dtype}|{tuple(values.shape)}|".encode())
-        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def check_equal_on_all_ranks(
-    model: torch.nn.Module, exchange: Exchange, when: str, with_buffers: bool = False
-) -> None:
-    """Collective: raise TrainingError, naming the ranks, unless all hold rank 0's parameters.
-
-    `when`: point of the run, for the message. Buffers are compared only on request, because
-    batch-norm statistics may differ between ranks.
-    """
-    local_hash = params_sha256(model, with_buffers)
-    hashes = exchange.all_gather_object(local_hash, "hvdtrain.params_sha256")
-    different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
-    if different:
-        raise TrainingError(
-            f"parameters differ between ranks {when}: {name_ranks(different)} held other values "
-            "than rank 0"
-        )
+    total: torch.Tensor = _SumOverRanks.apply(values, exchange, name)  # type: ignore[no-untyped-call]
+    return total if counts else total.detach() + total * 0.0

@@ -9,13 +9,21 @@ order of addition is that of one tensor (`hvdtrain.ring.orders`), known and repe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from hvdtrain.errors import TrainingError
-from hvdtrain.exchange.distributed_optimizer import parameters_of
-from hvdtrain.exchange.dtypes import added_dtype, as_real, real_length
+from hvdtrain.exchange.gradients import (
+    ADDED_AS,
+    added_dtype,
+    as_real,
+    parameters_of,
+    part_of,
+    real_length,
+    trainable_of,
+)
 
 LEAST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES_PER_RANK = 64 << 10
@@ -40,13 +48,8 @@ def messages_of(
     """Return the trainable parameters of an optimizer in groups that are reduced together, by
     `grouped`. Only parameters of one type and device share a group.
     """
-    owned = set(map(id, parameters_of(optimizer)))
-    named = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) in owned
-    ]
-    named.reverse()  # backward passes begin with the last layer
+    # Backward passes begin with the last layer.
+    named = [*reversed(trainable_of(model, optimizer).items())]
     sizes = [parameter.nbytes for _, parameter in named]
     kinds = [(parameter.dtype, parameter.device) for _, parameter in named]
     groups = grouped(sizes, bucket_bytes, kinds)
@@ -87,25 +90,20 @@ class Bucket:
         """Keep the message; `passes`: backward passes of a step, accumulated first."""
         self.message = message
         self._parameters = list(message.values())
-        first, self._lengths = self._parameters[0], list(map(real_length, self._parameters))
-        length, dtype = sum(self._lengths), added_dtype(first.dtype)
-        self.flat = torch.nn.Parameter(torch.zeros(length, dtype=dtype, device=first.device))
+        lengths = map(real_length, self._parameters)
+        *self._starts, length = itertools.accumulate(lengths, initial=0)
+        first = self._parameters[0]
+        values = torch.zeros(length, dtype=added_dtype(first.dtype), device=first.device)
+        self.flat = torch.nn.Parameter(values)
         self.flat.grad = torch.zeros_like(self.flat)
         self._views: list[torch.Tensor] = []
         self._passes = passes
-        self._missing: list[int] = []  # passes of each parameter
-        self._missing_in_all = 0
         self.begin()
 
     def begin(self) -> None:
         """Begin a step, without any gradient."""
-        self._missing = [self._passes] * len(self._parameters)
-        self._missing_in_all = sum(self._missing)
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether all gradients of the step are made."""
-        return self._missing_in_all == 0
+        self._missing = [self._passes] * len(self._parameters)  # passes of each parameter
+        self.missing = sum(self._missing)
 
     def made(self, index: int) -> bool:
         """Note that a pass has made the gradient of the parameter at `index` of the message; return
@@ -121,7 +119,7 @@ class Bucket:
                 "hvdtrain.distribute() the number of backward passes of a step as grad_accum_steps"
             )
         self._missing[index] -= 1
-        self._missing_in_all -= 1
+        self.missing -= 1
         return self._missing[index] == 0
 
     def fill(self) -> None:
@@ -149,7 +147,32 @@ class Bucket:
         message = self.flat.grad
         assert message is not None
         if not self._views or self._views[0].data_ptr() != message.data_ptr():
-            shapes = [as_real(parameter.detach()).shape for parameter in self._parameters]
-            parts = zip(message.split(self._lengths), shapes, strict=True)
-            self._views = [part.view(shape) for part, shape in parts]
+            placed = zip(self._starts, self._parameters, strict=True)
+            self._views = [part_of(message, start, parameter) for start, parameter in placed]
         return self._views
+
+
+def make_buckets(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, bucket_bytes: int, passes: int
+) -> list[Bucket]:
+    """Return the buckets of all parameters that share one or that are added in another type.
+
+    `passes`: backward passes of a step.
+    """
+    return [
+        Bucket(message, passes)
+        for message in messages_of(model, optimizer, bucket_bytes)
+        if len(message) > 1 or next(iter(message.values())).dtype in ADDED_AS
+    ]
+
+
+def with_buckets(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]
+) -> tuple[dict[str, torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Return the buckets' tensors and the model's other parameters by name, and the optimizer's
+    other parameters.
+    """
+    bucketed = {parameter for bucket in buckets for parameter in bucket.message.values()}
+    named = {f"bucket.{next(iter(bucket.message))}": bucket.flat for bucket in buckets}
+    others = {name: other for name, other in model.named_parameters() if other not in bucketed}
+    return named | others, [other for other in parameters_of(optimizer) if other not in bucketed]

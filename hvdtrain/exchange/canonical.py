@@ -23,15 +23,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, Pending
 from hvdtrain.exchange.buckets import messages_of
-from hvdtrain.exchange.distributed_optimizer import Trainable, laid_out_as
-from hvdtrain.exchange.dtypes import added_dtype, as_complex, as_real, real_length
+from hvdtrain.exchange.distributed_optimizer import Trainable
+from hvdtrain.exchange.gradients import (
+    added_dtype,
+    as_complex,
+    as_real,
+    laid_out_as,
+    part_of,
+    real_length,
+)
 
 BLOCK = 256  # elements of a parameter that share an exponent
 BUCKET_BYTES = 1 << 18  # smaller parameters travel together
@@ -64,49 +71,51 @@ _FORMATS = {
 }
 
 
-@dataclass(eq=False)
-class _Bucket:
+class _Rows:
     """Parameters that are summed together, as rows of BLOCK elements; each begins a new row."""
 
-    number: int
-    parameters: Sequence[torch.nn.Parameter]
-    starts: Sequence[int]  # first row of each parameter
-    integers: torch.Tensor  # (rows, BLOCK): the sum, first of this rank, then of all ranks
-    missing: int = 0  # parameters without a gradient of the last share yet
-    shares: list[torch.Tensor] = field(default_factory=list)  # this rank's, (rows, BLOCK) each
-    exponents: torch.Tensor | None = None  # (rows + 1,); the last one: whether any is not finite
-    agreed: Pending | None = None  # the exchange of exponents
-    quanta: torch.Tensor | None = None  # (rows, 1): what the integers are multiples of
-    added: Pending | None = None  # the exchange of integers
-    marked: Pending | None = None  # the exchange of the sums of infinities and NaNs
-
-    @property
-    def form(self) -> _Format:
-        """Return the type in which the gradients are added."""
-        return _FORMATS[added_dtype(self.parameters[0].dtype)]
+    def __init__(self, number: int, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """`number`: of these parameters among all that are summed together."""
+        self.number, self.parameters = number, parameters
+        lengths = [-(-real_length(parameter) // BLOCK) * BLOCK for parameter in parameters]
+        *self._starts, total = itertools.accumulate(lengths, initial=0)
+        self._dtype = added_dtype(parameters[0].dtype)
+        self.form = _FORMATS[self._dtype]
+        # (rows, BLOCK): the sum, first of this rank, then of all ranks.
+        shape, device = (total // BLOCK, BLOCK), parameters[0].device
+        self.integers = torch.zeros(shape, dtype=self.form.integer, device=device)
+        self.shares: list[torch.Tensor] = []  # this rank's, (rows, BLOCK) each
+        self.clear()
 
     def clear(self) -> None:
         """Forget the last step."""
-        self.missing = len(self.parameters)
+        self.missing = len(self.parameters)  # without a gradient of the last share yet
         self.shares.clear()
-        self.exponents = self.quanta = None
-        self.agreed = self.added = self.marked = None
+        # (rows + 1,); the last one: whether any is not finite.
+        self.exponents: torch.Tensor | None = None
+        self.agreed: Pending | None = None  # the exchange of exponents
+        self.quanta: torch.Tensor | None = None  # (rows, 1): what the integers are multiples of
+        self.added: Pending | None = None  # the exchange of integers
+        self.marked: Pending | None = None  # the exchange of the sums of infinities and NaNs
+
+    def by_parameter(self, rows: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yield each parameter with its part of the rows, in the shape of `as_real`."""
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            yield parameter, part_of(rows.view(-1), start, parameter)
 
     def add_share(self) -> None:
         """Add the parameters' present gradients as a share, unless all are missing."""
         gradients = [parameter.grad for parameter in self.parameters]
         if all(gradient is None for gradient in gradients):
             return
-        first, dtype = gradients[0], added_dtype(self.parameters[0].dtype)
+        first = gradients[0]
         if len(gradients) == 1 and first is not None and real_length(first) % BLOCK == 0:
-            self.shares.append(as_real(first.detach()).reshape(-1, BLOCK).to(dtype))
+            self.shares.append(as_real(first.detach()).reshape(-1, BLOCK).to(self._dtype))
             return
-        rows = torch.zeros_like(self.integers, dtype=dtype)
-        for start, gradient in zip(self.starts, gradients, strict=True):
-            if gradient is not None:
-                offset = start * BLOCK
-                flat = as_real(gradient.detach()).reshape(-1)
-                rows.view(-1)[offset : offset + flat.numel()] = flat
+        rows = torch.zeros_like(self.integers, dtype=self._dtype)
+        for parameter, part in self.by_parameter(rows):
+            if parameter.grad is not None:
+                part.copy_(as_real(parameter.grad.detach()))
         self.shares.append(rows)
 
 
@@ -139,9 +148,9 @@ class CanonicalSums:
         self._may_overlap: bool | None = None  # unknown before the first step has ended
         self._overlaps = False  # in this pass
         self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
-        messages = messages_of(model, optimizer, BUCKET_BYTES)
         self._buckets = [
-            _make_bucket(n, list(message.values())) for n, message in enumerate(messages)
+            _Rows(number, list(message.values()))
+            for number, message in enumerate(messages_of(model, optimizer, BUCKET_BYTES))
         ]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket))
@@ -194,7 +203,7 @@ class CanonicalSums:
         for bucket in self._buckets:
             self._receive(bucket)
 
-    def _hook(self, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
+    def _hook(self, bucket: _Rows) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             if parameter in self._made:
                 self._may_overlap = False
@@ -216,7 +225,7 @@ class CanonicalSums:
 
         return gradient_is_ready
 
-    def _send_exponents(self, bucket: _Bucket) -> None:
+    def _send_exponents(self, bucket: _Rows) -> None:
         """Collective: begin to agree on the exponents of a bucket's blocks."""
         bucket.add_share()
         form, integers = bucket.form, bucket.integers
@@ -230,10 +239,9 @@ class CanonicalSums:
                 fields = form.exponent_fields(_largest(_finite(share)))
             torch.maximum(exponents[:-1], fields, out=exponents[:-1])
         bucket.exponents = exponents
-        name = f"{self._name}.exponents.{bucket.number}"
-        bucket.agreed = self._exchange.begin_reduction(exponents, "max", name)
+        bucket.agreed = self._begin(bucket, exponents, "max", "exponents")
 
-    def _send_integers(self, bucket: _Bucket) -> None:
+    def _send_integers(self, bucket: _Rows) -> None:
         """Collective: once exponents are agreed on, round the shares and begin to add them."""
         assert bucket.agreed is not None and bucket.exponents is not None
         bucket.agreed.wait()
@@ -248,14 +256,16 @@ class CanonicalSums:
             for share in shares:
                 others += share.masked_fill(share.isfinite(), 0)
             shares = [_finite(share) for share in shares]
-            name = f"{self._name}.not_finite.{bucket.number}"
-            bucket.marked = self._exchange.begin_reduction(others, "sum", name)
+            bucket.marked = self._begin(bucket, others, "sum", "not_finite")
         _add_rounded(shares, form.powers(scaling)[:, None], bucket.integers)
         bucket.shares.clear()
-        name = f"{self._name}.integers.{bucket.number}"
-        bucket.added = self._exchange.begin_reduction(bucket.integers, "sum", name)
+        bucket.added = self._begin(bucket, bucket.integers, "sum", "integers")
 
-    def _receive(self, bucket: _Bucket) -> None:
+    def _begin(self, bucket: _Rows, values: torch.Tensor, op: str, what: str) -> Pending:
+        """Collective: begin to reduce values of a bucket."""
+        return self._exchange.begin_reduction(values, op, f"{self._name}.{what}.{bucket.number}")
+
+    def _receive(self, bucket: _Rows) -> None:
         """Collective: wait for the sums of a bucket, and convert them to gradients."""
         assert bucket.added is not None and bucket.quanta is not None
         bucket.added.wait()
@@ -265,36 +275,22 @@ class CanonicalSums:
         if bucket.marked is not None:
             total += bucket.marked.wait()
             total.masked_fill_(total.isnan(), torch.nan)  # NaNs have many bit patterns
-        for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
-            flat = total.view(-1)[start * BLOCK : start * BLOCK + real_length(parameter)]
-            values = flat.view(as_real(parameter.detach()).shape)
+        for parameter, values in bucket.by_parameter(total):
             parameter.grad = laid_out_as(as_complex(values, parameter.dtype), parameter)
 
 
 def check_types(model: torch.nn.Module) -> None:
     """Raise UsageError for a trainable parameter of a type whose sums are not canonical."""
-    named = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
     others = [
         f"{name} ({parameter.dtype})"
-        for name, parameter in named
-        if added_dtype(parameter.dtype) not in _FORMATS
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and added_dtype(parameter.dtype) not in _FORMATS
     ]
     if others:
         raise UsageError(
             f"--virtual-workers: {len(others)} parameters have no canonical sum, such as "
             f"{others[0]}: supported types are float32, float64, bfloat16 and complex ones"
         )
-
-
-def _make_bucket(number: int, parameters: Sequence[torch.nn.Parameter]) -> _Bucket:
-    rows = [-(-real_length(parameter) // BLOCK) for parameter in parameters]
-    *starts, total = itertools.accumulate(rows, initial=0)
-    first = parameters[0]
-    integer = _FORMATS[added_dtype(first.dtype)].integer
-    integers = torch.zeros((total, BLOCK), dtype=integer, device=first.device)
-    return _Bucket(number, parameters, starts, integers)
 
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:

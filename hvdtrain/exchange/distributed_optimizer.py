@@ -2,83 +2,50 @@
 
 Horovod's DistributedOptimizer is a new optimizer of the same class: it drops state, defaults and
 hooks of the original, and existing schedulers keep controlling the original. Here it only reduces
-gradients (the carrier), and the user's own optimizer makes the steps: it stays the same object,
+gradients (the reducer), and the user's own optimizer makes the steps: it stays the same object,
 with its state, hooks and schedulers.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from hvdtrain.errors import TrainingError, UsageError
-
-if TYPE_CHECKING:
-    from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.exchange.gradients import laid_out_as, parameters_of, trainable_of
 
 Optimizer = torch.optim.Optimizer
 NEVER = 1 << 62  # passes before Horovod's hook begins to reduce a gradient
-KEEP_ORDER = (
-    "build and freeze the same modules in the same order, also for the optimizer: iterate over a "
-    "list or sorted(...), not over a set, whose order differs between processes"
-)
-
-
-def parameters_of(*optimizers: Optimizer) -> list[torch.nn.Parameter]:
-    """Return the parameters of optimizers, each in the order in which its state numbers them."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 def reduce_before_step(
     optimizer: Optimizer,
-    carrier: Any,
+    reducer: Any,
     buckets: Sequence[Bucket],
     reduce: Callable[[Optimizer], None],
     copies: int = 0,
 ) -> None:
     """Make `optimizer.step()` call `reduce` first, unless that was done since the backward pass.
 
-    `carrier`: Horovod's DistributedOptimizer over the same parameters, but with the flat tensors of
+    `reducer`: Horovod's DistributedOptimizer over the same parameters, but with the flat tensors of
     `buckets` in place of their parameters. Its `step` is never called. It is stored as
-    `optimizer.carrier`; `optimizer.synchronize` and `skip_synchronize` are set as on Horovod's
+    `optimizer.reducer`; `optimizer.synchronize` and `skip_synchronize` are set as on Horovod's
     optimizers. `copies`: see `GradientsInFlight`.
     """
-    carrier.flight = flight = GradientsInFlight(carrier, buckets, copies)
-
-    def before_step(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if any(argument is not None for argument in (*args[1:], options.get("closure"))):
-            raise UsageError(
-                "optimizer.step(closure): the gradients of the closure would not be averaged over "
-                "ranks. Call backward() first, then step() without a closure"
-            )
-        if carrier._should_synchronize and not is_reduced(carrier):
-            reduce(optimizer)
-        carrier._synchronized = False
-
-    zero_grad = optimizer.zero_grad
-
-    def guarded_zero_grad(set_to_none: bool = True) -> None:
-        if carrier._handles and not flight.is_announced:  # such a loop checks all gradients itself
-            raise TrainingError(
-                "optimizer.zero_grad() between backward() and optimizer.step(): the gradients are "
-                "still being reduced. To drop them call workers.reduce_gradients(optimizer) first"
-            )
-        carrier._synchronized = False
-        zero_grad(set_to_none)
-
-    hook = optimizer.register_step_pre_hook(before_step)
+    reducer.flight = flight = GradientsInFlight(reducer, buckets, copies)
+    hook = optimizer.register_step_pre_hook(partial(_before_step, reducer, reduce))
     # First, because the user's own hooks may change gradients.
     optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
     attributes = {
-        "carrier": carrier,
+        "reducer": reducer,
         "synchronize": flight.synchronize,
-        "skip_synchronize": carrier.skip_synchronize,
-        "zero_grad": guarded_zero_grad,
+        "skip_synchronize": reducer.skip_synchronize,
+        "zero_grad": partial(_zero_grad, reducer, optimizer.zero_grad),
     }
     vars(optimizer).update(attributes)
 
@@ -88,124 +55,56 @@ def reduce_before_step(
         for name in attributes:
             vars(optimizer).pop(name)
 
-    carrier.undo = undo
+    reducer.undo = undo
 
 
-Layout = Mapping[str, Sequence[str]]  # descriptions of tensors, by what they are
+def _before_step(
+    reducer: Any,
+    reduce: Callable[[Optimizer], None],
+    optimizer: Optimizer,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    """Reduce the gradients before `optimizer.step(*args[1:], **options)`."""
+    if any(argument is not None for argument in (*args[1:], options.get("closure"))):
+        raise UsageError(
+            "optimizer.step(closure): the gradients of the closure would not be averaged over "
+            "ranks. Call backward() first, then step() without a closure"
+        )
+    if reducer._should_synchronize and not is_reduced(reducer):
+        reduce(optimizer)
+    reducer._synchronized = False
 
 
-def layout_of(model: torch.nn.Module, optimizer: Optimizer) -> Layout:
-    """Return what all ranks must have in common: trainable parameters in the order of their
-    buckets, the optimizer's parameters in that of its state, and the state of the model by name.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owned = parameters_of(optimizer)
-    reduced = {id(parameter) for parameter in owned if parameter.requires_grad}
-    state = sorted(model.state_dict().items())
-    dense = {name: value for name, value in state if is_dense(value)}
-    return {
-        "trainable parameter": [
-            _described(name, parameter)
-            for name, parameter in model.named_parameters()
-            if id(parameter) in reduced
-        ],
-        "optimizer's parameter": [
-            _described(names.get(id(parameter), "one not in the model"), parameter)
-            + ("" if parameter.requires_grad else ", frozen")
-            for parameter in owned
-        ],
-        "tensor of the state, by name,": [_described(name, value) for name, value in dense.items()],
-        "further state": [name for name, _ in state if name not in dense],
-    }
+def _zero_grad(reducer: Any, zero_grad: Callable[[bool], None], set_to_none: bool = True) -> None:
+    """Call the optimizer's own `zero_grad`, unless gradients are being reduced."""
+    if reducer._handles and not reducer.flight.is_announced:  # such a loop checks all itself
+        raise TrainingError(
+            "optimizer.zero_grad() between backward() and optimizer.step(): the gradients are "
+            "still being reduced. To drop them call workers.reduce_gradients(optimizer) first"
+        )
+    reducer._synchronized = False
+    zero_grad(set_to_none)
 
 
-def is_dense(value: Any) -> bool:
-    """Return whether this is a tensor whose elements are in memory one by one."""
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def _described(name: str, tensor: torch.Tensor) -> str:
-    return f"{name} {list(tensor.shape)} {tensor.dtype}"
-
-
-def check_layout(layout: Layout, expected: Layout) -> None:
-    """Raise UsageError unless this rank's layout is that of rank 0: names the first difference."""
-    for kind, tensors in layout.items():
-        if difference := first_difference(tensors, expected[kind]):
-            raise UsageError(
-                "the model or the optimizer is not built as on rank 0, so gradients and optimizer "
-                f"state would go to other parameters. {kind.capitalize()} {difference.number}: "
-                f"{difference.here} (rank 0: {difference.there}). On every rank, {KEEP_ORDER}"
-            )
-
-
-class FirstDifference(NamedTuple):
-    """The first difference of two lists."""
-
-    number: int  # from 1
-    here: str
-    there: str
-
-
-def first_difference(here: Sequence[str], there: Sequence[str]) -> FirstDifference | None:
-    """Return the first place at which the lists differ; "none" stands for what one lacks."""
-    pairs = enumerate(itertools.zip_longest(here, there, fillvalue="none"), 1)
-    return next(
-        (FirstDifference(number, *pair) for number, pair in pairs if pair[0] != pair[1]), None
-    )
-
-
-def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load another rank's `state_dict`; keep dtypes, which `load_state_dict` casts (ASGD's)."""
-    optimizer.load_state_dict(state)
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for parameter, number in zip(parameters_of(optimizer), numbers, strict=True):
-        local_state = optimizer.state.get(parameter, {})
-        for name, value in state["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor) and local_state[name].dtype != value.dtype:
-                local_state[name] = value.to(local_state[name].device)
-    lay_out_state(optimizer)
-
-
-def lay_out_state(optimizer: Optimizer) -> None:
-    """Lay out a loaded state in memory as its parameters.
-
-    Fused optimizers of torch (2.13) go through memory without a look at strides: where those of a
-    parameter, its gradient and its state differ, they combine wrong elements, silently.
-    """
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                state[name] = laid_out_as(value, parameter)
-
-
-def laid_out_as(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the values with the strides of `parameter`, whose shape they have; see
-    `lay_out_state`.
-    """
-    if values.stride() == parameter.stride():
-        return values
-    return torch.empty_like(parameter, dtype=values.dtype).copy_(values)
-
-
-def carrier_of(optimizer: Optimizer) -> Any:
-    """Return the carrier of `optimizer`. Raises UsageError unless it was distributed."""
-    carrier = getattr(optimizer, "carrier", None)
-    if carrier is None:
+def reducer_of(optimizer: Optimizer) -> Any:
+    """Return the reducer of `optimizer`. Raises UsageError unless it was distributed."""
+    reducer = getattr(optimizer, "reducer", None)
+    if reducer is None:
         raise UsageError(
             "this optimizer does not reduce gradients: call "
             "optimizer = hvdtrain.distribute(model, optimizer) first"
         )
-    return carrier
+    return reducer
 
 
-def is_reduced(carrier: Any) -> bool:
+def is_reduced(reducer: Any) -> bool:
     """Return whether every gradient has been reduced since the last backward pass and step."""
     return (
-        carrier._synchronized
-        and not carrier._handles
+        reducer._synchronized
+        and not reducer._handles
         # If there is none, `model.zero_grad()` has dropped the reduced ones.
-        and any(parameter.grad is not None for parameter in carrier.flight.parameters)
+        and any(parameter.grad is not None for parameter in reducer.flight.parameters)
     )
 
 
@@ -220,20 +119,20 @@ class GradientsInFlight:
     its gradients are sent once all passes are done, and with such ones those of later steps too.
     """
 
-    def __init__(self, carrier: Any, buckets: Sequence[Bucket] = (), copies: int = 0) -> None:
-        self._carrier, self._copies = carrier, copies
+    def __init__(self, reducer: Any, buckets: Sequence[Bucket] = (), copies: int = 0) -> None:
+        self._reducer, self._copies = reducer, copies
         self._buckets: dict[torch.Tensor, Bucket] = {bucket.flat: bucket for bucket in buckets}
-        self._names: dict[torch.Tensor, str] = dict(carrier._parameter_names)
-        for bucket in buckets:
-            self._names |= {parameter: name for name, parameter in bucket.message.items()}
+        self._names: dict[torch.Tensor, str] = dict(reducer._parameter_names) | {
+            parameter: name for bucket in buckets for name, parameter in bucket.message.items()
+        }
         self.parameters = [
             parameter
-            for message in carrier._requires_update
+            for message in reducer._requires_update
             for parameter in self._members(message)
         ]
         self._begun: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
-        self._submit = carrier._allreduce_grad_async
-        carrier._allreduce_grad_async = self._submit_and_note
+        self._submit = reducer._allreduce_grad_async
+        reducer._allreduce_grad_async = self._submit_and_note
         self._nodes = [
             self._follow(parameter, bucket, index)
             for bucket in buckets
@@ -253,7 +152,7 @@ class GradientsInFlight:
                 for parameter in self.parameters
             ]
         if self._waits:
-            self._carrier._allreduce_delay.update(dict.fromkeys(self.parameters, NEVER))
+            self._reducer._allreduce_delay.update(dict.fromkeys(self.parameters, NEVER))
 
     def _probe(self, parameter: torch.Tensor) -> None:
         self._in_parts = self._in_parts or parameter in self._made
@@ -288,7 +187,7 @@ class GradientsInFlight:
                 "max_norm) in place of torch's; before any other change to gradients there call "
                 "workers.reduce_gradients(optimizer), with workers = hvdtrain.init()"
             )
-        self._carrier.synchronize()
+        self._reducer.synchronize()
         self._begun.clear()  # of the reductions that synchronize() itself has begun and ended
         for bucket in self._buckets.values():
             bucket.empty()
@@ -302,9 +201,9 @@ class GradientsInFlight:
         """Let gradients be made from now on without being reduced."""
         self._end_step()
         self._waits = True
-        delays = self._carrier._allreduce_delay
+        delays = self._reducer._allreduce_delay
         delays.update(dict.fromkeys(delays, NEVER))
-        self._carrier._handles.clear()
+        self._reducer._handles.clear()
         self._nodes.clear()
 
     def _submit_and_note(self, message: torch.Tensor) -> Any:
@@ -326,7 +225,7 @@ class GradientsInFlight:
             self._begun[parameter] = gradient, gradient._version
 
     def _members(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters whose gradients a tensor of the carrier is reduced for."""
+        """Return the parameters whose gradients a tensor of the reducer is reduced for."""
         bucket = self._buckets.get(message)
         return list(bucket.message.values()) if bucket else [message]
 
@@ -344,8 +243,9 @@ class GradientsInFlight:
                 return
             if bucket.made(index):
                 self._note(parameter)
-            handle = self._submit_and_note(bucket.flat) if bucket.is_complete else (None, None)
-            self._carrier._handles[bucket.flat] = handle
+            self._reducer._handles[bucket.flat] = (
+                (None, None) if bucket.missing else self._submit_and_note(bucket.flat)
+            )
 
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         node.register_hook(gradient_is_made)
@@ -359,7 +259,7 @@ class Trainable:
         self._named = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._before = self._now(optimizer)
-        reduced = set(self._before[0]).intersection(self._before[1])
+        reduced = set(map(id, trainable_of(model, optimizer).values()))
         # Where they are: a conversion can put new parameters there (such as one to "meta").
         self._places = {
             id(parameter): (module._parameters, key, parameter.dtype, parameter.device)

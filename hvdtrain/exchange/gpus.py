@@ -5,26 +5,16 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from hvdtrain.errors import name_ranks
 
-CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    from hvdtrain.exchange.horovod import HorovodExchange
+
 SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # permits several ranks on a GPU, from NCCL 2.30 on
-
-
-class GpuExchange(Protocol):
-    """What is asked of an exchange here."""
-
-    @property
-    def local_rank(self) -> int: ...
-
-    @property
-    def takes_gpu_tensors(self) -> bool: ...
-
-    def all_gather_object(self, value: object, name: str) -> list[object]: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ def find_devices() -> list[torch.device]:
     return [torch.device(device.type, index) for index in range(torch.accelerator.device_count())]
 
 
-def find_own_gpu(exchange: GpuExchange) -> OwnGpu:
+def find_own_gpu(exchange: HorovodExchange) -> OwnGpu:
     """Collective: return this rank's GPU, if every rank has one of its own and Horovod takes its
     tensors. The answer is alike on every rank.
     """
@@ -71,9 +61,8 @@ def find_own_gpu(exchange: GpuExchange) -> OwnGpu:
 
 def uuid_of(device: torch.device) -> str:
     """Return a GPU's UUID, which is the same in all processes; else its number in this one."""
-    module = torch.get_device_module(device)
-    properties = getattr(module, "get_device_properties", lambda _: None)(device)
-    return str(getattr(properties, "uuid", device))
+    of_device = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)
+    return str(getattr(of_device(device), "uuid", device))
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,30 +25,23 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousServer
 from horovod.torch.mpi_ops import is_homogeneous
 
-from hvdtrain import slurm
 from hvdtrain.errors import PeerFailure, PreflightError, UsageError
-from hvdtrain.exchange import (
-    AVERAGE,
-    Pending,
-    Reduction,
+from hvdtrain.exchange import AVERAGE, Pending, Reduction
+from hvdtrain.exchange.agreement import (
     adopt_optimizer_state,
     agree_on_layout,
     check_equal_on_all_ranks,
     check_same_settings,
-    make_gradients_dense,
 )
-from hvdtrain.exchange.buckets import Bucket, messages_of
-from hvdtrain.exchange.connect import own_address
+from hvdtrain.exchange.buckets import make_buckets, with_buckets
+from hvdtrain.exchange.connect import BY_HOST, HostSums, own_address, prepare_environment
 from hvdtrain.exchange.distributed_optimizer import (
     Trainable,
-    carrier_of,
-    is_dense,
     is_reduced,
-    parameters_of,
     reduce_before_step,
+    reducer_of,
 )
-from hvdtrain.exchange.dtypes import ADDED_AS
-from hvdtrain.exchange.gpus import CPU, find_own_gpu
+from hvdtrain.exchange.gradients import is_dense, make_gradients_dense
 from hvdtrain.exchange.waiting import (
     StallWatch,
     coarse_timer,
@@ -57,7 +49,6 @@ from hvdtrain.exchange.waiting import (
     rest_until,
     waits,
 )
-from hvdtrain.network import OF_GLOO, OF_NCCL, interface_of, take_own_interface
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
@@ -66,23 +57,9 @@ from hvdtrain.tensors import copied_to_cpu
 from hvdtrain.topology import Topology
 
 ABANDON_TIMEOUT_S = 2.0
-
+Tensors = list[torch.Tensor]
 REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
-Tensors = list[torch.Tensor]
-
-BY_HOST = "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE"  # read by the builds of hvdtrain.horovod_build
-
-# Set before hvd.init() unless the user has set them (docs: Horovod's and Open MPI's parameters).
-ENVIRONMENT_DEFAULTS = {
-    # No fusion: which tensors fuse depends on timing, and so, with three or more ranks, would the
-    # order of summation. Without fusion a run is repeatable.
-    "HOROVOD_FUSION_THRESHOLD": "0",
-    # With several workers a host, Gloo's ring over all would send more over the network.
-    BY_HOST: "1",
-    # Open MPI spins while it waits, which takes compute time if workers occupy all cores.
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-}
 
 
 class HorovodExchange:
@@ -93,12 +70,7 @@ class HorovodExchange:
 
         Raises UsageError if it has not connected any of the processes that the launcher started.
         """
-        if not hvd.is_initialized():
-            take_own_interface()
-            for name, value in ENVIRONMENT_DEFAULTS.items():
-                os.environ.setdefault(name, value)
-        if slurm.is_step(os.environ):
-            _join_step()
+        prepare_environment(hvd.is_initialized(), _start_rendezvous)
         try:
             with new_threads_do_not_push():
                 hvd.init()
@@ -114,27 +86,24 @@ class HorovodExchange:
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
         self.repeatable = self.size <= 2 or os.environ.get("HOROVOD_FUSION_THRESHOLD") == "0"
         self.stalls = StallWatch()
-        self._per_host = self._added_first()
-        self.ring_size = self.size // max(self._per_host, 1)
+        self._host_sums = self._find_host_sums()
+        in_one_place = hvd.local_size() if self._host_sums is HostSums.FIRST else 1
+        self.ring_size = self.size // in_one_place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HorovodExchange:
         """Return the same object, so that layers that hold it can be copied."""
         return self
 
     @waits
-    def _added_first(self) -> int:
-        """Collective: return the ranks of each host if Gloo adds these first, else 1; 0 if it does
-        and they are not adjacent.
-        """
-        local_size, hosts = hvd.local_size(), hvd.cross_size()
+    def _find_host_sums(self) -> HostSums:
+        """Collective: return whether Gloo adds the ranks of each host first."""
         by_host = getattr(horovod, "GLOO_BY_HOST", False) and os.environ.get(BY_HOST) == "1"
-        if not by_host or self.controller != "gloo":
-            return 1
-        if not is_homogeneous() or local_size == 1 or hosts == 1:
-            return 1
-        rank_by_host = hvd.cross_rank() * local_size + hvd.local_rank()
+        has_several = is_homogeneous() and 1 not in (hvd.local_size(), hvd.cross_size())
+        if not by_host or self.controller != "gloo" or not has_several:
+            return HostSums.NONE
+        rank_by_host = hvd.cross_rank() * hvd.local_size() + self.local_rank
         places = self.all_gather_object(rank_by_host, "hvdtrain.places")
-        return local_size if places == list(range(self.size)) else 0
+        return HostSums.FIRST if places == list(range(self.size)) else HostSums.FIRST_APART
 
     @waits
     def distribute(
@@ -150,7 +119,7 @@ class HorovodExchange:
         Raises what `broadcast_state` does, UsageError if the optimizer is already distributed, and
         AgreedFailure if a rank's settings are not rank 0's.
         """
-        if hasattr(optimizer, "carrier"):
+        if hasattr(optimizer, "reducer"):
             raise UsageError("distribute: this optimizer is distributed already: make a new one")
         make_gradients_dense(model, optimizer)
         settings = asdict(reduction) | {"grad_accum_steps": grad_accum_steps}
@@ -160,21 +129,10 @@ class HorovodExchange:
             self.broadcast_state(model, optimizer)
         else:
             agree_on_layout(self, model, optimizer)
-        messages = messages_of(model, optimizer, reduction.bucket_bytes if self.size > 1 else 0)
-        buckets = [
-            Bucket(message, grad_accum_steps)
-            for message in messages
-            if len(message) > 1 or next(iter(message.values())).dtype in ADDED_AS
-        ]
-        bucketed = {parameter for bucket in buckets for parameter in bucket.message.values()}
-        named = {f"bucket.{next(iter(bucket.message))}": bucket.flat for bucket in buckets}
-        named |= {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter not in bucketed
-        }
-        alone = [parameter for parameter in parameters_of(optimizer) if parameter not in bucketed]
-        carrier = hvd.DistributedOptimizer(
+        bucket_bytes = reduction.bucket_bytes if self.size > 1 else 0
+        buckets = make_buckets(model, optimizer, bucket_bytes, grad_accum_steps)
+        named, alone = with_buckets(model, optimizer, buckets)
+        reducer = hvd.DistributedOptimizer(
             torch.optim.SGD([*alone, *(bucket.flat for bucket in buckets)]),
             named_parameters=named.items(),
             compression=COMPRESSIONS[reduction.compression],
@@ -182,8 +140,8 @@ class HorovodExchange:
             op=REDUCTIONS[reduction.op],
         )
         staged = not self.has_nccl and any(parameter.device.type != "cpu" for parameter in alone)
-        reduce_before_step(optimizer, carrier, buckets, self.reduce_gradients, copies=int(staged))
-        carrier.watched = Trainable(model, optimizer)
+        reduce_before_step(optimizer, reducer, buckets, self.reduce_gradients, copies=int(staged))
+        reducer.watched = Trainable(model, optimizer)
         return optimizer
 
     @waits
@@ -215,10 +173,10 @@ class HorovodExchange:
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
 
     def retire(self, optimizer: torch.optim.Optimizer) -> None:
-        carrier_of(optimizer).undo()
+        reducer_of(optimizer).undo()
 
     def begin_pass(self, optimizer: torch.optim.Optimizer) -> None:
-        carrier_of(optimizer).flight.begin_pass()
+        reducer_of(optimizer).flight.begin_pass()
 
     @waits
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -227,17 +185,17 @@ class HorovodExchange:
         Raises TrainingError if code has changed a gradient meanwhile, or has added, removed or
         converted trainable parameters since `distribute`.
         """
-        carrier = carrier_of(optimizer)
-        if is_reduced(carrier):
+        reducer = reducer_of(optimizer)
+        if is_reduced(reducer):
             return
-        carrier.watched.check(optimizer)
+        reducer.watched.check(optimizer)
         # Parameters without a gradient on this rank may have one on others: begin all, then wait.
-        for parameter in carrier._requires_update:
-            if carrier._handles.get(parameter, (None, None))[0] is None:
-                carrier._handles[parameter] = carrier._allreduce_grad_async(parameter)
+        for parameter in reducer._requires_update:
+            if reducer._handles.get(parameter, (None, None))[0] is None:
+                reducer._handles[parameter] = reducer._allreduce_grad_async(parameter)
         # Poll first: hvd.synchronize() spins (horovod/torch/mpi_ops_v2.cc, WaitAndClear). A handle
         # that is not an integer is not begun.
-        handles = [handle for handle, _ in carrier._handles.values()]
+        handles = [handle for handle, _ in reducer._handles.values()]
         rest_until(lambda: all(hvd.poll(handle) for handle in handles if isinstance(handle, int)))
         optimizer.synchronize()  # type: ignore[attr-defined]
 
@@ -247,34 +205,28 @@ class HorovodExchange:
     def sum_later(self, values: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
         return _Pending(self, hvd.allreduce_async(values, name=name, op=hvd.Sum)).wait
 
-    def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
-        """Collective: return each tensor's sum, average, min or max over ranks.
+    def collective(
+        self, kind: str, tensors: Tensors, name: str, submission: str, op: str = "", root: int = 0
+    ) -> Tensors:
+        """Collective: return the results of an operation of Horovod on each of the tensors.
 
+        `kind`: allreduce: by `op`: sum, average, min or max; reducescatter: this rank's rows of a
+        sum or average; if N does not divide their number, the first ranks receive one more;
+        allgather: the tensors of every rank, joined in rank order; broadcast: those of `root`.
         `submission`: alone or together: one operation per tensor, all begun before the first is
         awaited; grouped: one group, which Horovod fuses, but only up to HOROVOD_FUSION_THRESHOLD.
         """
-        if submission == "grouped":
-            return list(hvd.grouped_allreduce(tensors, op=REDUCTIONS[op], name=name))
-        return _each(hvd.allreduce_async, tensors, name, op=REDUCTIONS[op])
-
-    def reduce_scatter(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
-        """Collective: return this rank's rows of each tensor's sum or average; see `all_reduce`.
-
-        If N does not divide the number of rows, the first ranks receive one more.
-        """
-        if submission == "grouped":
-            return list(hvd.grouped_reducescatter(tensors, op=REDUCTIONS[op], name=name))
-        return _each(hvd.reducescatter_async, tensors, name, op=REDUCTIONS[op])
-
-    def all_gather(self, tensors: Tensors, name: str, submission: str) -> Tensors:
-        """Collective: return every rank's tensors, joined in rank order; see `all_reduce`."""
-        if submission == "grouped":
-            return list(hvd.grouped_allgather(tensors, name=name))
-        return _each(hvd.allgather_async, tensors, name)
-
-    def broadcast(self, tensors: Tensors, root: int, name: str, submission: str) -> Tensors:
-        """Collective: return rank `root`'s tensors. Horovod neither groups nor fuses broadcasts."""
-        return _each(hvd.broadcast_async, tensors, name, root_rank=root)
+        options: dict[str, Any] = {"op": REDUCTIONS[op]} if op in REDUCTIONS else {}
+        if kind == "broadcast":
+            options["root_rank"] = root
+        elif submission == "grouped":  # Horovod neither groups nor fuses broadcasts
+            return list(getattr(hvd, f"grouped_{kind}")(tensors, name=name, **options))
+        begin = getattr(hvd, f"{kind}_async")
+        handles = [
+            begin(tensor, name=f"{name}.{number}", **options)
+            for number, tensor in enumerate(tensors)
+        ]
+        return [_result(handle) for handle in handles]
 
     @waits
     @coarse_timer()
@@ -298,9 +250,9 @@ class HorovodExchange:
         try:
             yield
         except HorovodInternalError as error:
-            cause = str(error).strip().partition(". ")[0]
             raise PeerFailure(
-                f"a collective broke off, as it does when another rank fails ({cause})"
+                "a collective broke off, as it does when another rank fails "
+                f"({str(error).strip().partition('. ')[0]})"
             ) from error
 
     def start_timeline(self, path: Path) -> None:
@@ -331,10 +283,9 @@ class HorovodExchange:
     def summation_order(self) -> KnownOrder:
         built_in = getattr(horovod, "MPI_ORDER", "")  # of the builds of hvdtrain.horovod_build
         library = library_version() if self.controller == "mpi" and not built_in else ""
+        per_host = self.size // self.ring_size if self._host_sums != HostSums.FIRST_APART else 0
         try:
-            return known_order(
-                self.controller, self.size, os.environ, library, built_in, self._per_host
-            )
+            return known_order(self.controller, self.size, os.environ, library, built_in, per_host)
         except UnknownOrder as error:
             raise UsageError(f"--audit=exact: {error}") from error
 
@@ -373,19 +324,10 @@ class _Pending:
             return _result(self.handle)
 
 
-def _each(begin: Callable[..., int], tensors: Tensors, name: str, **options: Any) -> Tensors:
-    """Collective: begin an operation for each tensor; return the results."""
-    handles = [
-        begin(tensor, name=f"{name}.{number}", **options) for number, tensor in enumerate(tensors)
-    ]
-    return [_result(handle) for handle in handles]
-
-
 def _result(handle: int) -> torch.Tensor:
     """Collective: wait for one operation; return its result."""
     rest_until(lambda: bool(hvd.poll(handle)))
-    reduced: torch.Tensor = hvd.synchronize(handle)
-    return reduced
+    return hvd.synchronize(handle)  # type: ignore[no-any-return]
 
 
 def ring_of_horovod() -> Transport:
@@ -395,58 +337,12 @@ def ring_of_horovod() -> Transport:
     return HorovodExchange().ring()
 
 
-def _join_step() -> None:
-    """Collective: set Horovod's variables, as horovodrun does, in all tasks of a Slurm step."""
-    variables, address = slurm.meet(slurm.SlurmStep.from_environment(os.environ), _start_rendezvous)
-    interface = os.environ.get(OF_GLOO) or interface_of(address)
-    if interface is None:
-        raise PreflightError(
-            f"no network interface of this host has the address {address}; set {OF_GLOO} to the "
-            "name of the interface that connects the hosts of the job"
-        )
-    os.environ.update(variables | {OF_GLOO: interface})
-    os.environ.setdefault(OF_NCCL, interface)
-
-
 def _start_rendezvous(ranks: list[dict[str, str]]) -> int:
     """Start Horovod's rendezvous server in a thread, as horovodrun does. Returns its port."""
     server = RendezvousServer()
     port: int = server.start()
     names = ("rank", "local_rank", "cross_rank", "size", "local_size", "cross_size")
-    numbers = [
-        {name: int(variables[f"HOROVOD_{name.upper()}"]) for name in names} for variables in ranks
-    ]
-    hosts = [variables["HOROVOD_HOSTNAME"] for variables in ranks]
-    server.init([SlotInfo(host, **slot) for host, slot in zip(hosts, numbers, strict=True)])
+    numbers = [{name: int(each[f"HOROVOD_{name.upper()}"]) for name in names} for each in ranks]
+    pairs = zip(ranks, numbers, strict=True)
+    server.init([SlotInfo(each["HOROVOD_HOSTNAME"], **slot) for each, slot in pairs])
     return port
-
-
-def prove() -> None:
-    """Collective: exit with code 1 unless an all-reduce gives its known result; on the ranks' GPUs
-    too, if Horovod is built with NCCL and each rank has one.
-
-    `hvdtrain install-horovod` runs `horovodrun -np 2 python -m hvdtrain.exchange.horovod`, for each
-    controller.
-    """
-    exchange = HorovodExchange()
-    gpu = find_own_gpu(exchange).device if exchange.has_nccl else None
-    wrong = [
-        str(device)
-        for device in (CPU, gpu)
-        if device is not None and not _adds_right(exchange, device)
-    ]
-    exchange.close()
-    if exchange.size < 2 or wrong:
-        where = f" on {', '.join(wrong)}" if gpu else ""
-        sys.exit(f"all-reduce over {exchange.size} ranks gave a wrong sum{where}")
-
-
-def _adds_right(exchange: HorovodExchange, device: torch.device) -> bool:
-    """Collective: return whether an all-reduce of tensors on the device gives its known result."""
-    ranks, values = exchange.size, torch.arange(1000, dtype=torch.float64, device=device)
-    total = exchange.sum_later(values + 1000 * exchange.rank, f"hvdtrain.prove.{device.type}")()
-    return torch.equal(total, ranks * values + 1000 * sum(range(ranks)))
-
-
-if __name__ == "__main__":
-    prove()

@@ -105,10 +105,13 @@ class StallWatch:
         def watch() -> None:
             while (since_s := self._since_s) is None or time.monotonic() - since_s < patience_s:
                 time.sleep(_LOOK_S)
-            reason = f"nothing was received from the other ranks for {patience_s:g} s"
-            cause = "one of them has stopped, or its host is frozen"
             assert self._give_up is not None
-            self._give_up(PeerFailure(f"{reason} ({LIMIT}={limit_s:g}): {cause}"))
+            self._give_up(
+                PeerFailure(
+                    f"nothing was received from the other ranks for {patience_s:g} s "
+                    f"({LIMIT}={limit_s:g}): one of them has stopped, or its host is frozen"
+                )
+            )
 
         if not is_watching:
             threading.Thread(target=watch, name="stall-watch", daemon=True).start()

@@ -122,7 +122,7 @@ def check(choice: Choice, say: Say) -> None:
         raise PreflightError(f"the built Horovod lacks {', '.join(absent)}:\n{built}")
     for controller in choice.controllers:
         command = [horovodrun, "-np", "2", f"--{controller}"]
-        command += module_argv("hvdtrain.exchange.horovod", str(choice.environment.python))
+        command += module_argv("hvdtrain.exchange.prove", str(choice.environment.python))
         what = f"all-reduce over 2 processes with {controller}"
         run(command, what, variables, timeout_s=ALL_REDUCE_TIMEOUT_S)
     say(f"passed: all-reduce over 2 processes with {' and '.join(choice.controllers)}")

@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 
+from hvdtrain.errors import first_problem
 from hvdtrain.network import interfaces
 
 ANYWHERE = "0.0.0.0"  # listen on all interfaces
@@ -55,16 +56,18 @@ def name_problem(name: str) -> str | None:
 
 def user_problem(user: str) -> str | None:
     """Return the problem with a user's name; None if it is valid."""
-    if not user:
-        return "the user's name before @ is missing"
-    if len(user) > LONGEST_USER:
-        return f"{shown(user)}: a user's name has at most {LONGEST_USER} characters"
-    if not USER_CHARACTERS.fullmatch(user):
-        return (
+    return first_problem(
+        (not user, "the user's name before @ is missing"),
+        (
+            len(user) > LONGEST_USER,
+            f"{shown(user)}: a user's name has at most {LONGEST_USER} characters",
+        ),
+        (
+            not USER_CHARACTERS.fullmatch(user),
             f"{shown(user)}: a user's name consists of letters, digits, '.', '-' and '_', and does "
-            "not begin with '.' or '-'; give ssh any other in ~/.ssh/config (`User`)"
-        )
-    return None
+            "not begin with '.' or '-'; give ssh any other in ~/.ssh/config (`User`)",
+        ),
+    )
 
 
 def name_key(name: str) -> str:
@@ -79,24 +82,36 @@ def _wrong_name(name: str) -> str | None:
         return f"a host's name has at most {LONGEST_NAME} characters, not {len(name)}"
     if ":" in name:
         return _wrong_address(name)
-    if not name.isascii():
-        return "a host's name is ASCII; write an international name in its xn-- form"
-    if name.startswith("-"):
-        return "a host's name does not begin with '-' (ssh would take it for an option)"
-    if not NAME_CHARACTERS.fullmatch(name):
-        bad = sorted(set(re.sub(NAME_CHARACTERS, "", name)))
-        return (
-            f"{' '.join(ascii(c) for c in bad[:4])} not allowed in a host's name, which "
-            "consists of letters, digits, '.', '-' and '_'"
-        )
+    bad = sorted(set(NAME_CHARACTERS.sub("", name)))
     labels = name.removesuffix(".").split(".")
-    if not all(0 < len(label) <= LONGEST_LABEL for label in labels):
-        return f"a host's name has 1 to {LONGEST_LABEL} characters between the dots"
-    if name.lower().startswith(RESERVED):
-        return f"names that begin with {RESERVED} are reserved for the launcher"
-    if name.isdigit():
-        return "a number is not a host's name (slots are written NAME:N or NAME slots=N)"
-    return _wrong_address(name) if FOUR_NUMBERS.fullmatch(name) else None
+    return first_problem(
+        (
+            not name.isascii(),
+            "a host's name is ASCII; write an international name in its xn-- form",
+        ),
+        (
+            name.startswith("-"),
+            "a host's name does not begin with '-' (ssh would take it for an option)",
+        ),
+        (
+            bad,
+            f"{' '.join(ascii(c) for c in bad[:4])} not allowed in a host's name, which "
+            "consists of letters, digits, '.', '-' and '_'",
+        ),
+        (
+            not all(0 < len(label) <= LONGEST_LABEL for label in labels),
+            f"a host's name has 1 to {LONGEST_LABEL} characters between the dots",
+        ),
+        (
+            name.lower().startswith(RESERVED),
+            f"names that begin with {RESERVED} are reserved for the launcher",
+        ),
+        (
+            name.isdigit(),
+            "a number is not a host's name (slots are written NAME:N or NAME slots=N)",
+        ),
+        (FOUR_NUMBERS.fullmatch(name), _wrong_address(name)),
+    )
 
 
 def _wrong_address(text: str) -> str | None:

@@ -21,7 +21,7 @@ import time
 from types import FrameType
 
 from hvdtrain import cgroups
-from hvdtrain.errors import EXIT_FAILED, HvdtrainError
+from hvdtrain.errors import EXIT_FAILED, HvdtrainError, shell_code
 from hvdtrain.launcher.horovodrun import worker_environment
 from hvdtrain.launcher.protocol import (
     ALIVE_EVERY_S,
@@ -38,7 +38,6 @@ from hvdtrain.log import complain
 from hvdtrain.pulse import WorkerPulse
 
 TICK_S = 0.1
-AWAY_S = 3.0
 ORPHAN_GRACE_S = 30.0  # for the worker to save and end, once the launcher is gone
 FLUSH_AFTER_S = 0.3  # an unterminated line is sent after this time
 MOST_PENDING_BYTES = 1 << 18  # or at this size; a message may hold 16 times as many
@@ -54,7 +53,7 @@ class Agent:
         self._connected = True
         self._left = False
         self.horovodrun_signal = 0
-        self._alive_sent_s, self._polled_s = 0.0, time.monotonic()
+        self._alive_sent_s = 0.0
         self._pending = b""
         self._pending_since_s = 0.0
         self._exit_code: int | None = None
@@ -85,14 +84,10 @@ class Agent:
             for key, _ in self._selector.select(TICK_S):
                 key.data()
             self._poll()
-        code = self._exit_code
-        return EXIT_FAILED if code is None else code if code >= 0 else 128 - code
+        return EXIT_FAILED if self._exit_code is None else shell_code(self._exit_code)
 
     def _poll(self) -> None:
         now = time.monotonic()
-        if now - self._polled_s > AWAY_S:  # this process did not read: the machine was suspended
-            self._channel.heard_s = now
-        self._polled_s = now
         if self.horovodrun_signal:  # horovodrun is ending its workers: the launcher decides
             self._send({"horovodrun_signal": self.horovodrun_signal})
             self.horovodrun_signal = 0
@@ -160,16 +155,17 @@ class Agent:
 
     def _handle(self, message: Message) -> None:
         worker = self._worker if self._exit_code is None else None
-        if "signal" in message and worker:
-            worker.stop(int(message["signal"]))
-        elif "stacks" in message and worker:
-            worker.dump_stacks()
-        elif "kill" in message and worker:
-            worker.kill()
-        elif "all_here" in message:  # every agent has read its orders
-            remove_ticket(self._job)
-        elif "leave" in message:
-            self._left = True
+        match message:
+            case {"signal": number} if worker:
+                worker.stop(int(number))
+            case {"stacks": _} if worker:
+                worker.dump_stacks()
+            case {"kill": _} if worker:
+                worker.kill()
+            case {"all_here": _}:  # every agent has read its orders
+                remove_ticket(self._job)
+            case {"leave": _}:
+                self._left = True
 
     def _lose(self) -> None:
         """Disconnect from the launcher: let the worker save, if it can, then exit."""

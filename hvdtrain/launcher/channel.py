@@ -24,7 +24,6 @@ from hvdtrain.launcher.protocol import (
 from hvdtrain.network import GuardedListener
 
 BACKLOG = 1024
-AWAY_S = 3.0  # between two polls
 MOST_STRANGERS = 128  # unauthenticated connections, besides all agents of the job
 PATIENCE_S = 0.5  # for an unanswered challenge, once there are more
 
@@ -47,11 +46,10 @@ class Channel:
         self._listener = socket.create_server((address, 0), backlog=BACKLOG)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._guard = GuardedListener(self._listener, self._drop, PATIENCE_S)
-        self._watched = False  # whether the listener is registered with the selector
         self._strangers: dict[Connection, tuple[str, float]] = {}  # challenge, since when
         self._agents: dict[int, Connection] = {}
-        self._polled_s = time.monotonic()
         self._beat_s, self._longest_pause_s = _boot_time_s(), 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._keep_alive, name="keep-alive", daemon=True).start()
@@ -67,7 +65,9 @@ class Channel:
 
     def poll(self, timeout_s: float, on_message: OnMessage, on_lost: OnLost) -> None:
         """Accept connections and read messages for at most `timeout_s` of waiting."""
-        self._watch_listener()
+        # A listener is never ready to write: at rest, it must not wake the selector all the time.
+        events = selectors.EVENT_WRITE if self._guard.rest_s else selectors.EVENT_READ
+        self._selector.modify(self._listener, events)
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 self._accept()
@@ -79,11 +79,8 @@ class Channel:
         for stranger, (_, since_s) in list(self._strangers.items()):
             if now - since_s > HANDSHAKE_TIMEOUT_S:
                 self._drop(stranger)
-        away_s, self._polled_s = now - self._polled_s, now
         for rank, agent in list(self._agents.items()):
-            if away_s > AWAY_S:  # this process did not read: blocked on a full pipe, say
-                agent.heard_s = now
-            elif agent.is_silent(now):
+            if agent.is_silent(now):
                 self._dismiss(agent)
                 self._drop(agent)
                 on_lost(rank)
@@ -114,16 +111,6 @@ class Channel:
             connection.close()
         self._listener.close()
         self._selector.close()
-
-    def _watch_listener(self) -> None:
-        """Register the listener only while it accepts: otherwise the selector would spin."""
-        if self._watched == (self._guard.rest_s == 0):
-            return
-        self._watched = not self._watched
-        if self._watched:
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-        else:
-            self._selector.unregister(self._listener)
 
     def _accept(self) -> None:
         sock = self._guard.accept(MOST_STRANGERS + self.workers)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hvdtrain.cgroups import usable_cores
 from hvdtrain.errors import UsageError
 from hvdtrain.interpreter import module_argv, python_path
-from hvdtrain.launcher.processes import is_writable
+from hvdtrain.launcher.processes import is_writable, run_child
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.network import own_interfaces
 from hvdtrain.pulse import RING_TOKEN
@@ -57,8 +57,15 @@ GPU_SELECTION = frozenset(
     ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "HIP_VISIBLE_DEVICES")
     + ("NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 )
+OF_PYTHON = {
+    # Sets, by which a script may number classes, have the same order on all ranks.
+    "PYTHONHASHSEED": "0",
+    "PYTHONUNBUFFERED": "1",  # logs must not lag behind
+    "PYTHONFAULTHANDLER": "1",  # SIGABRT, the launcher's or native code's, prints Python stacks
+}
 # Rank 0's address, set by the launcher once hosts are selected.
 MASTER_ADDR, MASTER_PORT = "HVDTRAIN_MASTER_ADDR", "HVDTRAIN_MASTER_PORT"
+VERSION_LIMIT_S = 30.0  # for `mpirun --version`
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,8 @@ class HorovodrunOptions:
     workers: int
     controller: str  # gloo or mpi
     hosts: Sequence[tuple[str, int]]  # name and number of workers
-    interface: str | None  # network interface; None: horovodrun selects one
-    start_timeout_s: int
+    interface: str | None = None  # network interface; None: horovodrun selects one
+    start_timeout_s: int = 60
     verbose: bool = False
     mpi_prefix: str | None = None  # Open MPI's folder on other hosts; None: on their PATH
 
@@ -113,14 +120,21 @@ def horovodrun_environment(
         | {f"HOROVOD_{name}" for name in SETTINGS}
         | {f"NCCL_{name}" for name in NCCL_SETTINGS}
     )
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name in needed or name.startswith(PASSED_ON_PREFIXES)
-    }
+    kept = _selected(environment, needed, PASSED_ON_PREFIXES)
     path = (f"{ssh_folder}{os.pathsep}" if ssh_folder else "") + search_path(environment)
     overrides = {"PATH": path, "PYTHONUNBUFFERED": "1"}
     return {**settings, **_with_usable_tmpdir(kept), **python_path(environment), **overrides}
+
+
+def _selected(
+    variables: Mapping[str, str], names: Collection[str], prefixes: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """Return the variables with these names and prefixes."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name in names or name.startswith(prefixes)
+    }
 
 
 def _with_usable_tmpdir(variables: Mapping[str, str]) -> dict[str, str]:
@@ -183,8 +197,18 @@ def find_controller(wanted: str, hosts: int = 1) -> Controller:
 @cache
 def is_open_mpi(mpirun: str) -> bool:
     """Return whether it is Open MPI 4, the version that horovodrun's options fit."""
-    answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20)
-    return "(Open MPI) 4." in answer.stdout
+    return mpi_of(mpirun).startswith("Open MPI 4.")
+
+
+def mpi_of(mpirun: str) -> str:
+    """Return the MPI that an mpirun is of, with its version: "Open MPI 4.1.4"; of another kind, the
+    first line of what it prints.
+    """
+    done = run_child([mpirun, "--version"], VERSION_LIMIT_S)
+    if match := re.search(r"\(Open MPI\) ([\w.]+)", done.stdout):
+        return f"Open MPI {match[1]}"
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return lines[0][:80] if lines else f"{mpirun} (exit code {done.returncode})"
 
 
 def mpi_prefix() -> str | None:
@@ -218,9 +242,7 @@ def settings_for(
 
 def login_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that belong to a login, of its environment."""
-    return _with_usable_tmpdir(
-        {name: environment[name] for name in LOGIN_NAMES if name in environment}
-    )
+    return _with_usable_tmpdir(_selected(environment, LOGIN_NAMES))
 
 
 def worker_environment(
@@ -235,24 +257,17 @@ def worker_environment(
     applies to the host where launch was called; other hosts have their own.
     """
     if login is not None:
-        kept = {name: value for name, value in environment.items() if name not in LOGIN_NAMES}
-        environment = kept | dict(login)
+        of_others = {name: value for name, value in environment.items() if name not in LOGIN_NAMES}
+        environment = of_others | dict(login)
     topology = Topology.from_environment(environment)
     local_size = environment.get("HOROVOD_LOCAL_SIZE")
     local_size = local_size or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if not topology.launched or not local_size:
         raise UsageError("agents are started by `hvdtrain launch`, through horovodrun")
-    of_host = {
-        name: value
-        for name, value in environment.items()
-        if name in HOST_NAMES or name.startswith((*HOST_PREFIXES, *HOROVODRUN_PREFIXES))
-    }
+    of_host = _selected(environment, HOST_NAMES, (*HOST_PREFIXES, *HOROVODRUN_PREFIXES))
     of_other_hosts = GPU_SELECTION if orders.hostname != socket.gethostname() else frozenset()
-    of_user = {
-        name: value
-        for name, value in orders.environment.items()
-        if name not in HOST_NAMES | of_other_hosts and not name.startswith(HOST_PREFIXES)
-    }
+    not_to_pass = _selected(orders.environment, HOST_NAMES | of_other_hosts, HOST_PREFIXES)
+    of_user = {name: value for name, value in orders.environment.items() if name not in not_to_pass}
     of_job = {
         "RANK": str(topology.rank),
         "WORLD_SIZE": str(topology.size),
@@ -261,20 +276,12 @@ def worker_environment(
         "MASTER_ADDR": environment.get(MASTER_ADDR, "127.0.0.1"),
         "MASTER_PORT": environment.get(MASTER_PORT, "29500"),
         RING_TOKEN: orders.ring_token,
+        **({} if "OMP_NUM_THREADS" in of_user else {CORES_SHARED_OUT: "1"}),
     }
-    if "OMP_NUM_THREADS" not in of_user:
-        of_job[CORES_SHARED_OUT] = "1"
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, usable_cores(environment) // int(local_size))),
-        # Sets, by which a script may number classes, have the same order on all ranks.
-        "PYTHONHASHSEED": "0",
-        "PYTHONUNBUFFERED": "1",  # logs must not lag behind
-        "PYTHONFAULTHANDLER": "1",  # SIGABRT, the launcher's or native code's, prints Python stacks
-    }
-    chosen = {
-        name: orders.environment.get(name, interface)
-        for name, interface in own_interfaces(environment).items()
-    }
+    threads = max(1, usable_cores(environment) // int(local_size))
+    defaults = {"OMP_NUM_THREADS": str(threads), **OF_PYTHON}
+    interfaces = own_interfaces(environment)
+    chosen = interfaces | _selected(orders.environment, interfaces)
     # horovodrun sets PYTHONUNBUFFERED for the agent; for the worker the user's value counts.
     of_agent = {name: value for name, value in environment.items() if name not in defaults}
     return of_agent | defaults | of_user | of_host | chosen | of_job

@@ -6,11 +6,13 @@ import codecs
 import os
 import re
 import select
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
+from typing import TypeVar
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, refuse
 from hvdtrain.launcher.addresses import name_key, name_problem, shown, user_problem
 from hvdtrain.log import counted
 
@@ -22,9 +24,14 @@ MOST_PROBLEMS = 20  # reported at once
 SHOWN_HOSTS = 8  # in a message
 SILENCE_S = 10.0  # longest wait for data from a pipe given as the hostfile
 
-SLOTS = ("slots", "cpu", "count")
-MAX_SLOTS = tuple(f"max_{word}" for word in SLOTS) + tuple(f"{word}_max" for word in SLOTS)
-USERNAME = ("username", "user_name")
+MEANINGS = {  # of the words before "=" behind a host's name
+    **dict.fromkeys(("slots", "cpu", "count"), "slots"),
+    **dict.fromkeys(("max_slots", "max_cpu", "max_count"), "most"),
+    **dict.fromkeys(("slots_max", "cpu_max", "count_max"), "most"),
+    **dict.fromkeys(("username", "user_name"), "user"),
+    "port": "port",
+}
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,9 @@ class HostCollector:
         self._hosts: dict[str, Host] = {}
         self._bare: set[str] = set()  # those given by their names alone
 
-    @property
-    def full(self) -> bool:
-        """Return whether MOST_PROBLEMS were found, so that reading can stop."""
-        return len(self.problems) >= MOST_PROBLEMS
+    def until_full(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Return an iterator over the entries that ends once MOST_PROBLEMS were found."""
+        return takewhile(lambda _: len(self.problems) < MOST_PROBLEMS, entries)
 
     def read(self, name: str, options: Iterable[str], where: str, source: str) -> None:
         """Add the host `name` with its options; record their problems, each after `where`."""
@@ -108,12 +114,11 @@ class HostCollector:
 
     def finish(self, empty: str) -> tuple[Host, ...]:
         """Return the hosts; raise UsageError with every problem, or `empty` if none is listed."""
-        if self.full:
+        if len(self.problems) >= MOST_PROBLEMS:
             self.problems.append(f"(these are the first {len(self.problems)}; more may follow)")
         if not self._hosts and not self.problems:
             self.problems.append(empty)
-        if self.problems:
-            raise UsageError(*self.problems)
+        refuse(self.problems)
         return tuple(self._hosts.values())
 
 
@@ -122,7 +127,7 @@ def parse_hostfile(text: str, path: Path) -> tuple[Host, ...]:
     collector = HostCollector()
     # As editors count lines; `str.splitlines` also splits at rarer characters.
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    for number, line in enumerate(lines, 1):
+    for number, line in collector.until_full(enumerate(lines, 1)):
         source = f"{path}:{number}"
         if len(line) > LONGEST_LINE:
             collector.problems.append(f"{source}: longer than {LONGEST_LINE:,} characters")
@@ -132,8 +137,6 @@ def parse_hostfile(text: str, path: Path) -> tuple[Host, ...]:
                 collector.problems.append(f"{source}: {shown(words[0])}: {problem}")
             else:
                 collector.read(words[0], words[1:], where=source, source=source)
-        if collector.full:
-            break
     return collector.finish(
         f"{path}: no hosts in it; write one line for each host, such as `alpha slots=2`"
     )
@@ -144,15 +147,13 @@ def parse_host_list(text: str) -> tuple[Host, ...]:
     collector = HostCollector()
     if len(text) > MOST_BYTES:
         raise UsageError(f"-H: longer than {MOST_BYTES:,} characters; write a hostfile instead")
-    for number, entry in enumerate(map(str.strip, text.split(",")), 1):
+    for number, entry in collector.until_full(enumerate(map(str.strip, text.split(",")), 1)):
         where = f"-H: entry {number}"
         if entry:
             collector.read(entry, (), where, source="-H")
         else:
             problem = "is empty; hosts are separated by one comma, such as alpha:2,beta:4"
             collector.problems.append(f"{where}: {problem}")
-        if collector.full:
-            break
     return collector.finish("-H: no hosts in it")
 
 
@@ -194,26 +195,26 @@ def _parse_options(
     unknown = []
     for word in words:
         key, equals, value = word.partition("=")
-        kind = key.lower().replace("-", "_") if equals else None
-        if kind in SLOTS:
-            if slots is not None:
-                problems.append(f"{shown(word)}: the number of slots is given twice")
-            slots = parse_slots(value, word, problems) or slots
-        elif kind in MAX_SLOTS:
-            most = parse_slots(value, word, problems)
-        elif kind in USERNAME:
-            if user is not None and user != value:
-                problems.append(f"{shown(word)}: the user is {shown(user)} already")
-            elif problem := user_problem(value):
-                problems.append(problem)
-            user = value
-        elif kind == "port":
-            problems.append(
-                f"{shown(word)}: the port of one host is set in the SSH configuration (`Port` "
-                "below `Host NAME` in ~/.ssh/config); that of all, by --ssh-port"
-            )
-        else:
-            unknown.append(shown(word))
+        match MEANINGS.get(key.lower().replace("-", "_")) if equals else None:
+            case "slots":
+                if slots is not None:
+                    problems.append(f"{shown(word)}: the number of slots is given twice")
+                slots = parse_slots(value, word, problems) or slots
+            case "most":
+                most = parse_slots(value, word, problems)
+            case "user":
+                if user is not None and user != value:
+                    problems.append(f"{shown(word)}: the user is {shown(user)} already")
+                elif problem := user_problem(value):
+                    problems.append(problem)
+                user = value
+            case "port":
+                problems.append(
+                    f"{shown(word)}: the port of one host is set in the SSH configuration (`Port` "
+                    "below `Host NAME` in ~/.ssh/config); that of all, by --ssh-port"
+                )
+            case _:
+                unknown.append(shown(word))
     if unknown:
         problems.append(
             f"{', '.join(unknown[:4])}: not understood; a host's name may be followed by slots=N, "

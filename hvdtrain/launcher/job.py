@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from hvdtrain.errors import EXIT_OK, PreflightError
-from hvdtrain.launcher.addresses import ANYWHERE
+from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.doctor import Finding
 from hvdtrain.launcher.doctor.examination import Preflight, first_address, preflight, withdraw
@@ -32,13 +32,13 @@ from hvdtrain.launcher.processes import (
     remove_sessions_of_dead_mpiruns,
     working_folders,
 )
-from hvdtrain.launcher.protocol import Orders, Ticket, remove_ticket
+from hvdtrain.launcher.protocol import Orders, remove_ticket
 from hvdtrain.launcher.ranks import Limits, Rank
 from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
 from hvdtrain.launcher.supervise import Supervisor, Watch
 from hvdtrain.launcher.verdict import JobOutcome
 from hvdtrain.log import counted
-from hvdtrain.network import TOWARDS, interfaces
+from hvdtrain.network import TOWARDS, address_of
 from hvdtrain.pulse import COMMAND, JOB, RESTART
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -156,7 +156,7 @@ class LaunchJob:
             address = channel_address(hosts, plan.interface)
             channel = Channel(address, token)
             stack.callback(channel.close)
-            ticket = Ticket(job, self._orders(token, start).as_text())
+            ticket = {"job": job, "ticket": self._orders(token, start).as_text()}
             stack.callback(remove_ticket, job)
             slots = slots_by_host(hosts, plan.workers)
             report = preflight(
@@ -241,13 +241,12 @@ def slots_by_host(hosts: Sequence[Host], workers: int) -> dict[str, int]:
 def channel_address(hosts: Sequence[Host], interface: str | None) -> str:
     """Return the address on which to listen for agents: loopback, one interface's, or all."""
     if all(is_local(host) for host in hosts):
-        return "127.0.0.1"
+        return LOOPBACK
     if interface is None:
         return ANYWHERE
-    addresses = [address for name, address in interfaces() if name == interface]
-    if not addresses:
-        raise PreflightError(f"--network-interface={interface}: has no IPv4 address here")
-    return addresses[0]
+    if address := address_of(interface):
+        return address
+    raise PreflightError(f"--network-interface={interface}: has no IPv4 address here")
 
 
 def explain(finding: Finding) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import IO
 
 from hvdtrain.errors import UsageError
-from hvdtrain.files import open_kept, why_not_written
+from hvdtrain.files import candidates, hold, open_kept, why_not_written
 from hvdtrain.log import counted
 
 NOTE = "--- "  # prefix of the launcher's own lines
@@ -49,7 +48,7 @@ class Logs:
             return
         self._follows = False
         with suppress(OSError):  # on another file system they stay
-            folder = next(path for path in _numbered(Path(run, "logs")) if not path.exists())
+            folder = next(path for path in candidates(Path(run, "logs")) if not path.exists())
             before = self.folder
             folder.mkdir()
             for name in [HOROVODRUN, *(self.path(rank).name for rank in self._files)]:
@@ -159,22 +158,13 @@ def _opened(folder: Path, numbered: bool) -> tuple[Path, IO[str]]:
     """Return a folder and its open horovodrun.log. `numbered`: FOLDER-2 and so on, where another
     job is writing to it.
     """
-    import fcntl  # not on Windows, where `--help` imports this module
-
-    for path in _numbered(folder):
+    for path in candidates(folder):
         path.mkdir(parents=True, exist_ok=True)
         file = open_kept(path / HOROVODRUN)
-        if not numbered:
-            return path, file
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if numbered:
+                hold(file)
             return path, file
         except BlockingIOError:
             file.close()
     raise AssertionError("an endless series")
-
-
-def _numbered(folder: Path) -> Iterator[Path]:
-    """Yield FOLDER, FOLDER-2, FOLDER-3 and so on."""
-    yield folder
-    yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -77,23 +77,17 @@ def programs_folder(executable: bool = True) -> str:
 def marked(name: str, value: str) -> dict[int, dict[str, str]]:
     """Return pid -> environment of processes started with name=value, in whatever session."""
     environments = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # gone, or another user's
-        if f"{name}={value}".encode() in variables:
-            pairs = (variable.decode(errors="replace").partition("=") for variable in variables)
-            environments[int(folder.name)] = {key: text for key, _, text in pairs}
+    for pid in _all_processes():
+        variables = _read(pid, "environ").split("\0")
+        if f"{name}={value}" in variables:
+            pairs = (variable.partition("=") for variable in variables)
+            environments[pid] = {key: text for key, _, text in pairs}
     return environments
 
 
 def command_of(pid: int) -> str:
     """Return the arguments of a process, joined by spaces; empty once it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
-    except OSError:
-        return ""
+    return _read(pid, "cmdline").replace("\0", " ").strip()
 
 
 def run_child(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
@@ -129,22 +123,16 @@ def remove_sessions_of_dead_mpiruns() -> None:
 
 def process_state(pid: int) -> str:
     """Return the state in /proc: R, S, D, T (suspended), t (traced), Z; empty once it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return _read(pid, "stat").rpartition(")")[2].strip()[:1]
 
 
 def descendants(pid: int) -> list[int]:
     """Return the pids of the running descendants of a process, parents first."""
     children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-        except (OSError, ValueError):
-            continue  # gone
-        if state not in "ZX":
-            children.setdefault(int(parent), []).append(int(folder.name))
+    for each in _all_processes():
+        state_and_parent = _read(each, "stat").rpartition(")")[2].split()[:2]
+        if state_and_parent and state_and_parent[0] not in "ZX":
+            children.setdefault(int(state_and_parent[1]), []).append(each)
     pids = children.get(pid, [])
     for below in pids:  # the list grows in the loop
         pids += children.get(below, [])
@@ -153,12 +141,29 @@ def descendants(pid: int) -> list[int]:
 
 def id_within(pid: int) -> int:
     """Return the id of a process in its own PID namespace; 0 once it is gone."""
+    lines = _read(pid, "status").splitlines()
+    # A kernel without such namespaces has no such line.
+    ids = [line.split()[-1] for line in lines if line.startswith("NSpid:")] or [pid]
+    return int(ids[0]) if lines else 0
+
+
+def _all_processes() -> Iterator[int]:
+    return (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+
+
+def _read(pid: int, name: str) -> str:
+    """Return a file of a process in /proc; empty once it is gone, and if it is another user's."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
-        return 0
-    ids = [line.split()[-1] for line in lines if line.startswith("NSpid:")]
-    return int(ids[0]) if ids else pid  # a kernel without such namespaces
+        return ""
+
+
+def send_signal(number: int, pids: Iterable[int]) -> None:
+    """Send a signal to those of the processes that are still there."""
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, number)
 
 
 def reap(codes: dict[int, int]) -> bool:

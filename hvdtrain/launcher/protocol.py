@@ -11,7 +11,6 @@ second, so that a cut network is noticed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import json
 import os
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import network
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher.processes import own_passwd_entry
 
@@ -32,6 +32,7 @@ Message = dict[str, Any]
 
 ALIVE_EVERY_S = 1.0
 LOST_AFTER_S = 10.0  # without a message from the other side
+AWAY_S = 3.0  # between two looks at a connection
 HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_LINE_BYTES = 1 << 22
 LONGEST_GREETING_BYTES = 1 << 14
@@ -52,13 +53,17 @@ class Connection:
         self._arrived = b""
         self._unread: list[Message] = []
         self._sending = threading.Lock()
-        self.heard_s = time.monotonic()
+        self._heard_s = self._looked_s = time.monotonic()
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def is_silent(self, now: float) -> bool:
-        return now - self.heard_s > LOST_AFTER_S
+        """Return whether the other side is lost, by its silence; to be called all the time."""
+        if now - self._looked_s > AWAY_S:  # suspended, or blocked on a full pipe: nothing was read
+            self._heard_s = now
+        self._looked_s = now
+        return now - self._heard_s > LOST_AFTER_S
 
     def send(self, message: Message) -> None:
         """Send a message; raise ConnectionLost if that fails."""
@@ -79,7 +84,7 @@ class Connection:
             raise ConnectionLost(str(error)) from error
         if not data:
             raise ConnectionLost("closed by the other side")
-        self.heard_s = time.monotonic()
+        self._heard_s = time.monotonic()
         *lines, self._arrived = (self._arrived + data).split(b"\n")
         if len(self._arrived) > limit:
             raise ConnectionLost("unterminated line")
@@ -123,8 +128,8 @@ def connect(address: tuple[str, int], token: str, introduction: Message) -> Conn
 
 def prove(token: str, side: str, challenge: str) -> str:
     """Return the proof of one side (`agent` or `launcher`): an HMAC that requires the token."""
-    text = f"{side} {challenge}".encode("utf-8", "replace")
-    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+    text = challenge.encode("utf-8", "replace")
+    return network.prove(token.encode(), f"{side} ".encode(), text).hex()
 
 
 def is_proof(proof: object, token: str, side: str, challenge: str) -> bool:
@@ -139,14 +144,6 @@ def _read(line: bytes) -> Message:
         if isinstance(message, dict):
             return message
     raise ConnectionLost("not a message")
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """A job's orders for the agents of one host, written by the doctor's probe."""
-
-    job: str  # id; letters, digits, - and _
-    text: str  # JSON, opaque to the doctor
 
 
 def ticket_paths(job: str, environment: Mapping[str, str]) -> list[Path]:
@@ -233,7 +230,7 @@ class Orders:
     @property
     def ring_token(self) -> str:
         """Return the workers' own secret, from which the token cannot be derived."""
-        return hmac.new(self.token.encode(), b"ring", hashlib.sha256).hexdigest()
+        return hmac.digest(self.token.encode(), b"ring", "sha256").hex()
 
     def as_text(self) -> str:
         return json.dumps(asdict(self))

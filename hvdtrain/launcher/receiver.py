@@ -45,22 +45,21 @@ class StageError(Exception):
 class Reporter:
     """Reports, at most every REPORT_S, that work goes on; its end, if it does not, by an alarm."""
 
-    def __init__(self, marker: str = "", limit_s: int = 0) -> None:
-        self._marker, self._limit_s = marker, limit_s
-        self.moved, self._reported_s = 0, time.monotonic()
+    marker, limit_s = "", 0  # set by `main`
+    moved, reported_s = 0, time.monotonic()
 
     def add(self, count: int = 0) -> None:
         """Count received bytes."""
         self.moved += count
-        if self._marker and time.monotonic() - self._reported_s > REPORT_S:
+        if self.marker and time.monotonic() - self.reported_s > REPORT_S:
             self.answer(moved=self.moved)
 
     def answer(self, errors: Mapping[str, str] | None = None, **values: Any) -> None:
         """Send an answer, and set the alarm anew."""
-        signal.alarm(self._limit_s)
-        self._reported_s = time.monotonic()
+        signal.alarm(self.limit_s)
+        self.reported_s = time.monotonic()
         text = json.dumps({"values": values, "errors": errors or {}})
-        sys.stdout.write(f"\n{self._marker}\n{text}\n")
+        sys.stdout.write(f"\n{self.marker}\n{text}\n")
         sys.stdout.flush()
 
 
@@ -68,10 +67,8 @@ progress = Reporter()
 
 
 def listing(root: str | Path, left_out: Collection[str] = ()) -> Files:
-    """Return a folder (as "") and the files, folders and symbolic links in it, each folder before
-    its content.
-
-    `left_out`: names directly in the folder. Raises OSError.
+    """Return a folder (as "") and all files, folders, which precede their content, and symbolic
+    links in it, but for the names `left_out` of the folder itself. Raises OSError.
     """
     files: Files = {"": ["d", stat.S_IMODE(Path(root).stat().st_mode)]}
     folders = [""]
@@ -82,13 +79,14 @@ def listing(root: str | Path, left_out: Collection[str] = ()) -> Files:
                 mode = stat.S_IMODE(state.st_mode)
                 if not folder and (name.startswith(OWN) or name in left_out):
                     continue
-                if stat.S_ISLNK(state.st_mode):
-                    files[name] = ["l", str(Path(entry.path).readlink())]
-                elif stat.S_ISDIR(state.st_mode):
-                    files[name] = ["d", mode]
-                    folders.append(f"{name}/")
-                elif stat.S_ISREG(state.st_mode):
-                    files[name] = ["f", mode, state.st_size, state.st_mtime_ns]
+                match stat.S_IFMT(state.st_mode):
+                    case stat.S_IFLNK:
+                        files[name] = ["l", str(Path(entry.path).readlink())]
+                    case stat.S_IFDIR:
+                        files[name] = ["d", mode]
+                        folders.append(f"{name}/")
+                    case stat.S_IFREG:
+                        files[name] = ["f", mode, state.st_size, state.st_mtime_ns]
         progress.add()
     return files
 
@@ -112,10 +110,14 @@ def system() -> dict[str, Any]:
 
 def read_mark(path: Path) -> dict[str, Any] | None:
     """Return `files` and `made` (the folders above it made for it); None: it was not staged."""
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):
         return dict(json.loads((path / MARK).read_text("utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return None
+
+
+def write_mark(path: Path, files: Files, made: Collection[str]) -> None:
+    """Note in a folder what was staged."""
+    (path / MARK).write_text(json.dumps({"files": files, "made": made}), "utf-8")
 
 
 def existing(path: Path) -> Path:
@@ -137,12 +139,13 @@ def look(path: Path, at_launcher: list[int]) -> dict[str, Any]:
     above, exists = existing(path), os.path.lexists(path)
     if exists and identity(path) == at_launcher:
         return {"shared": True}
+    login = os.geteuid()
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
-        return {"problem": f"this login (uid {os.geteuid()}) cannot write to {above}"}
+        return {"problem": f"this login (uid {login}) cannot write to {above}"}
     if not exists:
         return {"digest": ""}
-    if (owner := path.lstat().st_uid) != os.geteuid():
-        return {"problem": f"{path} belongs to uid {owner}, and this login is {os.geteuid()}"}
+    if (owner := path.lstat().st_uid) != login:
+        return {"problem": f"{path} belongs to uid {owner}, and this login is {login}"}
     mark = None if path.is_symlink() else read_mark(path)
     if mark is None:
         return {"problem": f"{path} exists, and was not brought by hvdtrain stage"}
@@ -160,8 +163,9 @@ class Copy:
         self._old = listing(path) if path.is_dir() else {}
         self._made: list[Path] = []
         self._lock: int | None = None
-        others = (name for name, entry in files.items() if self._old.get(name) != entry)
-        self.needed = {name for name in others if files[name][0] == "f"}
+        self.needed = {
+            name for name, new in files.items() if new[0] == "f" and self._old.get(name) != new
+        }
 
     def room(self) -> int:
         """Return the bytes that the new files take on the disk."""
@@ -171,11 +175,10 @@ class Copy:
 
     def begin(self) -> None:
         """Make the folders. Raises StageError if another command stages it."""
-        while (above := existing(self.path)) != self.path.parent:
-            self._made.append(
-                next(folder for folder in self.path.parents if folder.parent == above)
-            )
-            self._made[-1].mkdir()
+        absent = [above for above in self.path.parents if not os.path.lexists(above)]
+        for above in reversed(absent):
+            above.mkdir()
+            self._made.append(above)
         self.beside.mkdir(mode=0o700, exist_ok=True)
         self.lock()
         empty(self.beside)  # of what one that was killed has left
@@ -185,14 +188,13 @@ class Copy:
 
     def lock(self) -> None:
         """Keep other commands away from the new copy. Raises StageError."""
-        self._lock = os.open(self.beside, os.O_RDONLY | os.O_DIRECTORY)
+        lock = os.open(self.beside, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock = None
-            raise StageError(
-                f"{self.path} is being staged by another command, or to another host that shares it"
-            ) from None
+            text = "is being staged by another command, or to another host that shares it"
+            raise StageError(f"{self.path} {text}") from None
+        self._lock = lock
 
     def write(self, name: str, member: tarfile.TarInfo, content: IO[bytes] | None) -> None:
         """Write a file. Raises StageError if it has changed since it was listed."""
@@ -208,21 +210,19 @@ class Copy:
 
     def complete(self) -> None:
         """Add links, unchanged files, those that jobs have made, modes and the mark."""
-        made_here = {
-            name: entry for name, entry in self._old.items() if name not in self._mark["files"]
-        }
-        both = made_here | self.files
+        staged = self._mark["files"]
+        both = {name: old for name, old in self._old.items() if name not in staged} | self.files
         for name, entry in both.items():
             target = self.beside / name
-            if entry[0] == "d":
-                target.mkdir(mode=0o700, exist_ok=True)
-            elif entry[0] == "l":
-                target.symlink_to(entry[1])
-            elif name not in self.needed:
-                target.hardlink_to(self.path / name)
+            match entry:
+                case ["d", _]:
+                    target.mkdir(mode=0o700, exist_ok=True)
+                case ["l", link]:
+                    target.symlink_to(link)
+                case _ if name not in self.needed:
+                    target.hardlink_to(self.path / name)
             progress.add()
-        made = self._mark["made"] + [str(folder) for folder in self._made]
-        (self.beside / MARK).write_text(json.dumps({"files": self.files, "made": made}), "utf-8")
+        write_mark(self.beside, self.files, self._mark["made"] + [*map(str, self._made)])
         for name in reversed(both):
             if both[name][0] == "d":
                 (self.beside / name).chmod(both[name][1])
@@ -230,12 +230,10 @@ class Copy:
     def exchange(self) -> None:
         """Give the new copy the name of the old one, which is removed by `clean`."""
         self._made = []
+        new, old = os.fsencode(self.beside), os.fsencode(self.path)
         if not self.path.exists():
             self.beside.rename(self.path)
-            return
-        names = [os.fsencode(path) for path in (self.beside, self.path)]
-        kernel = ctypes.CDLL(None)
-        if kernel.renameat2(HERE, names[0], HERE, names[1], EXCHANGE) != 0:  # as on NFS
+        elif ctypes.CDLL(None).renameat2(HERE, new, HERE, old, EXCHANGE) != 0:  # as on NFS
             aside = self.path.with_name(f"{self.beside.name}-old")
             self.path.rename(aside)
             self.beside.rename(self.path)
@@ -283,8 +281,10 @@ def compare(copies: Collection[Copy]) -> dict[str, Any]:
         if needed > free:
             paths = ", ".join(str(copy.path) for copy in on_it)
             problems.append(f"{paths}: {needed:,} bytes are needed, and {free:,} are free there")
-    flags = {copy: "".join("01"[name in copy.needed] for name in copy.files) for copy in copies}
-    return {"needed": {str(copy.path): flags[copy] for copy in copies}, "problems": problems}
+    flags = {
+        str(copy.path): "".join("01"[name in copy.needed] for name in copy.files) for copy in copies
+    }
+    return {"needed": flags, "problems": problems}
 
 
 def receive(copies: Collection[Copy], stream: IO[bytes]) -> None:
@@ -339,7 +339,7 @@ def remove(path: Path) -> list[str]:
     left = listing(path)
     del left[""]
     if left:  # it stays one of ours, so that it can be staged again
-        (path / MARK).write_text(json.dumps({"files": {}, "made": mark["made"]}), "utf-8")
+        write_mark(path, {}, mark["made"])
     else:
         (path / MARK).unlink()
         remove_empty([*map(Path, mark["made"]), path])
@@ -355,8 +355,7 @@ def main() -> None:
     """Answer requests until the input ends; `sys.argv`: the marker of answers, seconds without
     progress after which it ends.
     """
-    global progress
-    progress = Reporter(sys.argv[1], int(sys.argv[2]))
+    progress.marker, progress.limit_s = sys.argv[1], int(sys.argv[2])
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     copies: list[Copy] = []
@@ -365,25 +364,21 @@ def main() -> None:
         for line in iter(stream.readline, b""):
             request = json.loads(line)
             paths = {Path(path): value for path, value in request.get("paths", {}).items()}
-            if request["do"] == "look":
-                states = {str(path): look(path, at_launcher) for path, at_launcher in paths.items()}
-                progress.answer(states=states, **system())
-            elif request["do"] == "compare":
-                copies = [Copy(path, files) for path, files in paths.items()]
-                progress.answer(**compare(copies))
-            elif request["do"] == "receive":
-                receive(copies, stream)
-                progress.answer(staged=True)
-            elif request["do"] == "remove":
-                unshared = [
-                    path
-                    for path, at_launcher in paths.items()
-                    if path.exists() and identity(path) != at_launcher
-                ]
-                used = [user for path in unshared for user in users_of(path)]
-                progress.answer(
-                    used=used, left={} if used else {str(path): remove(path) for path in unshared}
-                )
+            match request["do"]:
+                case "look":
+                    states = {str(path): look(path, paths[path]) for path in paths}
+                    progress.answer(states=states, **system())
+                case "compare":
+                    copies = [Copy(path, files) for path, files in paths.items()]
+                    progress.answer(**compare(copies))
+                case "receive":
+                    receive(copies, stream)
+                    progress.answer(staged=True)
+                case "remove":
+                    ours = [p for p in paths if p.exists() and identity(p) != paths[p]]
+                    used = [user for path in ours for user in users_of(path)]
+                    left = {} if used else {str(path): remove(path) for path in ours}
+                    progress.answer(used=used, left=left)
     except (OSError, StageError, tarfile.TarError) as error:
         progress.answer(errors={"stage": str(error)})
 

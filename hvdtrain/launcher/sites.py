@@ -62,13 +62,11 @@ def _hosts_of_slurm(environment: Mapping[str, str]) -> tuple[Host, ...]:
     names = _expand_names(environment[NODE_LIST])
     slots = _slots_of_slurm(environment, len(names))
     collector = HostCollector()
-    for name, count in zip(names, slots, strict=True):
+    for name, count in collector.until_full(zip(names, slots, strict=True)):
         if problem := name_problem(name):
             collector.problems.append(f"{NODE_LIST}: {problem}")
         else:
             collector.add(Host(name, count, None, NODE_LIST))
-        if collector.full:
-            break
     return collector.finish(f"{NODE_LIST}: no hosts in it; {INSTEAD}")
 
 

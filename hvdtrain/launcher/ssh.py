@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import refuse
+from hvdtrain.files import hold
 from hvdtrain.horovod_build.runner.any_shell import for_any_shell
 from hvdtrain.launcher.addresses import resolves_here
 from hvdtrain.launcher.horovodrun import find_mpirun
@@ -61,13 +61,18 @@ class SshOptions:
     connect_timeout_s: int = 10
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.port is not None and not 1 <= self.port <= 65535:
-            problems.append(f"--ssh-port={self.port}: must be from 1 to 65535")
-        if self.identity_file is not None and not self.identity_file.expanduser().is_file():
-            problems.append(f"--ssh-identity-file={self.identity_file}: there is no such file")
-        if problems:
-            raise UsageError(*problems)
+        port, key = self.port, self.identity_file
+        checks = (
+            (
+                port is not None and not 1 <= port <= 65535,
+                f"--ssh-port={port}: must be from 1 to 65535",
+            ),
+            (
+                key and not key.expanduser().is_file(),
+                f"--ssh-identity-file={key}: there is no such file",
+            ),
+        )
+        refuse(problem for is_wrong, problem in checks if is_wrong)
 
 
 class SshSetup:
@@ -88,7 +93,7 @@ class SshSetup:
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
         self.path = Path(self._folder.name)
         self._lock = (self.path / "config").open("w", encoding="utf-8")
-        _hold(self._lock)
+        hold(self._lock)
         self._lock.write(self._configuration())
         self._lock.flush()
         self._write_program("ssh", self._ssh_command(), _KEEP_CHECKING)
@@ -153,15 +158,8 @@ def _remove_abandoned(parent: Path) -> None:
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < ABANDONED_AFTER_S:
                 continue
             with (folder / "config").open("a") as file:
-                _hold(file)
+                hold(file)
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _hold(file: IO[str]) -> None:
-    """Lock a file until it is closed. Raises BlockingIOError if another process holds it."""
-    import fcntl  # not on Windows, where `--help` imports this module
-
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_local(host: Host) -> bool:

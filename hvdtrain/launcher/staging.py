@@ -7,30 +7,24 @@ copies is a finding before anything is changed. Needed files follow as a tar arc
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.launcher import receiver
-from hvdtrain.launcher.doctor import THIS_MACHINE, Facts, Finding, failed, format_findings
+from hvdtrain.launcher.doctor import THIS_MACHINE, Facts, Finding, format_findings
 from hvdtrain.launcher.doctor.probe import MARKER
-from hvdtrain.launcher.doctor.sessions import (
-    COMMAND_NOT_FOUND,
-    NoAnswer,
-    ProbeSession,
-    explain,
-    on_all,
-    open_sessions,
-)
+from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all, open_sessions
+from hvdtrain.launcher.doctor.ssh_failures import COMMAND_NOT_FOUND, NoAnswer, explain
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.log import counted, duration, say
@@ -46,6 +40,7 @@ COMMAND += ["import sys;exec(eval(sys.stdin.buffer.readline()))", MARKER, str(NO
 TAR = ["tar", "--create", "--format=gnu", f"--blocking-factor={receiver.RECORD // 512}"]
 TAR += ["--hard-dereference", "--no-recursion", "--directory=/", "--null", "--files-from=-"]
 
+Part = TypeVar("Part")
 Trees = Mapping[str, Collection[str]]  # absolute path: names in it that are left out
 
 
@@ -69,7 +64,7 @@ class Staging:
     """A receiver on each host, and the findings so far."""
 
     def __init__(self, ssh: SshSetup, sessions: Mapping[str, ProbeSession]) -> None:
-        self._ssh, self.sessions = ssh, sessions
+        self._ssh, self._sessions = ssh, sessions
         self.findings: list[Finding] = []
         self._sizes: dict[str, int] = {}  # bytes to send, by host
         self._moved: dict[str, int] = {}
@@ -79,37 +74,35 @@ class Staging:
         for session in sessions.values():
             session.send(source)
 
-    def note(self, host: str, *problems: str, fix: str = "", ok: str = "") -> None:
+    def note(self, host: str, *problems: str, ok: str = "") -> None:
         """Add a finding for each problem of a host, or, without one, the text `ok`."""
-        self.findings += [Finding(CHECK, "fail", host, text, fix) for text in problems]
+        self.findings += [Finding(CHECK, "fail", host, text) for text in problems]
         if ok and not problems:
             self.findings.append(Finding(CHECK, "ok", host, ok))
 
     def refuse(self) -> None:
         """Raise PreflightError if there are problems."""
-        if failed(self.findings):
-            lines = format_findings(
-                finding for finding in self.findings if finding.status == "fail"
-            )
-            raise PreflightError(f"no host was changed:\n{lines}")
+        problems = [finding for finding in self.findings if finding.status == "fail"]
+        if problems:
+            raise PreflightError(f"no host was changed:\n{format_findings(problems)}")
 
     def ask(self, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Facts]:
         """Return the answers to the requests, by host; note each host without one."""
-        return self._gather(
-            requests, lambda session: self._answer(session, requests[session.host.address])
-        )
+        return self._gather(self._answer, requests)
 
     def send(self, files: Mapping[str, Mapping[str, int]]) -> dict[str, Facts]:
         """Send files, given by their absolute names and bytes for each host; return the answers of
         hosts where they are in place, and note each other one.
         """
         self._sizes = {host: sum(sizes.values()) for host, sizes in files.items()}
-        return self._gather(files, lambda session: self._send(session, files[session.host.address]))
+        return self._gather(self._send, files)
 
     def _gather(
-        self, hosts: Collection[str], work: Callable[[ProbeSession], Facts | Finding]
+        self, work: Callable[[ProbeSession, Part], Facts | Finding], parts: Mapping[str, Part]
     ) -> dict[str, Facts]:
-        answers = on_all(work, {host: self.sessions[host] for host in hosts})
+        """Do the work with each host's part; return the answers, and note each other finding."""
+        sessions = {host: self._sessions[host] for host in parts}
+        answers = on_all(lambda session: work(session, parts[session.host.address]), sessions)
         self.findings += [answer for answer in answers.values() if isinstance(answer, Finding)]
         return {host: answer for host, answer in answers.items() if isinstance(answer, Facts)}
 
@@ -167,24 +160,18 @@ class Staging:
                 say(f"stage: {duration(now_s - self._began_s)}, {', '.join(parts)}")
 
 
-@contextmanager
-def receivers(hosts: Sequence[Host], ssh: SshSetup) -> Iterator[Staging]:
-    """Run a receiver on every host while the context lasts."""
-    with open_sessions(hosts, ssh, COMMAND) as sessions:
-        yield Staging(ssh, sessions)
-
-
 def stage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]:
     """Bring the trees to distant hosts that lack them or have others; return their findings.
 
     Raises PreflightError if a host cannot take them: no host has been changed then.
     """
-    with receivers(hosts, ssh) as staging, ThreadPoolExecutor() as threads:
+    with open_sessions(hosts, ssh, COMMAND) as sessions, ThreadPoolExecutor() as threads:
+        staging = Staging(ssh, sessions)
         listings = {
             path: threads.submit(receiver.listing, path, names) for path, names in trees.items()
         }  # while the hosts list theirs
         look = {"do": "look", "paths": {path: receiver.identity(path) for path in trees}}
-        states = staging.ask(dict.fromkeys(staging.sessions, look))
+        states = staging.ask(dict.fromkeys(sessions, look))
         for host, state in states.items():
             staging.note(host, *problems_of(state))
         staging.refuse()
@@ -192,25 +179,8 @@ def stage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]:
             files = {path: listed.result() for path, listed in listings.items()}
         except OSError as error:
             raise PreflightError(f"{error.filename}: cannot be read: {error.strerror}") from error
-        digests = {path: receiver.digest(listing) for path, listing in files.items()}
-        compare = {}
-        for host, state in states.items():
-            digests_there = {
-                path: folder_state.get("digest")
-                for path, folder_state in state.values["states"].items()
-            }
-            others = [
-                path
-                for path, digest in digests_there.items()
-                if digest not in (None, digests[path])
-            ]
-            if others:
-                compare[host] = {"do": "compare", "paths": {path: files[path] for path in others}}
-            else:
-                has_own = any(digests_there.values())
-                staging.note(host, ok="unchanged" if has_own else f"shared with {THIS_MACHINE}")
         needed = {}
-        for host, answer in staging.ask(compare).items():
+        for host, answer in _compare(staging, states, files).items():
             staging.note(host, *answer.values["problems"])
             needed[host] = {
                 f"{path}/{name}": files[path][name][2]
@@ -225,33 +195,45 @@ def stage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]:
     return staging.findings
 
 
+def _compare(
+    staging: Staging, states: Mapping[str, Facts], files: Mapping[str, receiver.Files]
+) -> dict[str, Facts]:
+    """Return which files are needed on the hosts that lack some; note the hosts that do not."""
+    digests = {path: receiver.digest(listing) for path, listing in files.items()}
+    requests = {}
+    for host, state in states.items():
+        there = {path: each.get("digest") for path, each in state.values["states"].items()}
+        others = [path for path, digest in there.items() if digest not in (None, digests[path])]
+        if others:
+            requests[host] = {"do": "compare", "paths": {path: files[path] for path in others}}
+        else:
+            has_own = any(there.values())
+            staging.note(host, ok="unchanged" if has_own else f"shared with {THIS_MACHINE}")
+    return staging.ask(requests)
+
+
 def problems_of(state: Facts) -> list[str]:
     """Return why a host cannot take the copies: another system, another home, what is there."""
     there, here, states = state.values, receiver.system(), state.values["states"]
-    problems = [
-        folder_state["problem"] for folder_state in states.values() if "problem" in folder_state
-    ]
+    problems = [each["problem"] for each in states.values() if "problem" in each]
+    glibc, needed = ([*map(int, re.findall("[0-9]+", system["glibc"]))] for system in (there, here))
     if there["abi"] != here["abi"]:
-        text = f"its Python is {there['abi']}, and this environment is for {here['abi']}"
-        problems.append(text)
-    elif _numbers(there["glibc"]) < _numbers(here["glibc"]):
+        problems.append(f"its Python is {there['abi']}, and this environment is for {here['abi']}")
+    elif glibc < needed:
         problems.append(f"its glibc {there['glibc']} is older than {here['glibc']} here")
     inside = [path for path in states if Path(path).is_relative_to(here["home"])]
     if inside and there["home"] != here["home"]:
-        text = f"the home there is {there['home']}, and {inside[0]} is in {here['home']}"
-        problems.append(text)
+        home = here["home"]
+        problems.append(f"the home there is {there['home']}, and {inside[0]} is in {home}")
     return problems
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".") if part]
 
 
 def unstage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]:
     """Remove from distant hosts what was staged there; return their findings."""
-    with receivers(hosts, ssh) as staging:
+    with open_sessions(hosts, ssh, COMMAND) as sessions:
+        staging = Staging(ssh, sessions)
         remove = {"do": "remove", "paths": {path: receiver.identity(path) for path in trees}}
-        for host, answer in staging.ask(dict.fromkeys(staging.sessions, remove)).items():
+        for host, answer in staging.ask(dict.fromkeys(sessions, remove)).items():
             used, left = answer.values["used"], answer.values["left"]
             kept = [f"{path}/{names[0]}" for path, names in left.items() if names]
             count = sum(map(len, left.values()))

@@ -177,37 +177,37 @@ class Supervisor:
 
     def _receive(self, number: int, message: Message) -> None:
         rank = self._ranks[number]
-        if "hello" in message:
-            hello = message["hello"]
-            rank.host, rank.state = str(hello.get("host") or hello.get("hostname")), "running"
-            rank.spoke_s = time.monotonic()
-            self._logs.open(number)
-            for broadcast in self._broadcasts:
-                self._channel.send(broadcast, number)
-            if all(other.state != "waiting" for other in self._ranks):
-                self._channel.send({"all_here": True})
-        elif "output" in message:
-            rank.spoke_s = time.monotonic()
-            lines = self._logs.write(number, message["output"])
-            rank.keep(lines)
-            if self._evidence.stacks is not None:
-                self._evidence.stacks.setdefault(number, []).extend(lines)
-        elif "alive" in message:
-            self._take(rank, message["alive"])
-        elif "horovodrun_signal" in message:
-            self._evidence.blame("horovodrun")
-        elif "figures" in message:
-            self._watch.figures |= message["figures"]
-        elif "ended" in message:
-            if "pulse" in message:
-                self._take(rank, message["pulse"])
-            rank.memory = cgroups.explain_kills(**message.get("memory", {}))
-            rank.end(int(message["ended"]))
-            rank.keep(self._logs.finish(number))
-            if rank.has_failed:
-                self._evidence.blame("a rank")
-                if self._logs.shown_ranks is None:  # the same traceback of others is for their logs
-                    self._logs.shown_ranks = frozenset({0, number})
+        match message:
+            case {"hello": hello}:
+                rank.host, rank.state = str(hello.get("host") or hello.get("hostname")), "running"
+                rank.spoke_s = time.monotonic()
+                self._logs.open(number)
+                for broadcast in self._broadcasts:
+                    self._channel.send(broadcast, number)
+                if all(other.state != "waiting" for other in self._ranks):
+                    self._channel.send({"all_here": True})
+            case {"output": output}:
+                rank.spoke_s = time.monotonic()
+                lines = self._logs.write(number, output)
+                rank.keep(lines)
+                if self._evidence.stacks is not None:
+                    self._evidence.stacks.setdefault(number, []).extend(lines)
+            case {"alive": report}:
+                self._take(rank, report)
+            case {"horovodrun_signal": _}:
+                self._evidence.blame("horovodrun")
+            case {"figures": figures}:
+                self._watch.figures |= figures
+            case {"ended": exit_code}:
+                if "pulse" in message:
+                    self._take(rank, message["pulse"])
+                rank.memory = cgroups.explain_kills(**message.get("memory", {}))
+                rank.end(int(exit_code))
+                rank.keep(self._logs.finish(number))
+                if rank.has_failed:
+                    self._evidence.blame("a rank")
+                    # The same traceback of others is for their logs.
+                    self._logs.shown_ranks = self._logs.shown_ranks or frozenset({0, number})
 
     def _take(self, rank: Rank, report: dict[str, Any]) -> None:
         rank.take(report)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hvdtrain.errors import EXIT_FAILED, EXIT_PREFLIGHT, name_ranks
+from hvdtrain.errors import EXIT_FAILED, EXIT_PREFLIGHT, name_ranks, shell_code
 from hvdtrain.horovod_build.runner.any_shell import SSH_ENDED
 from hvdtrain.launcher.ranks import SUSPENDED_STATES, Limits, Rank
 from hvdtrain.pulse import ENDED, STOP_SIGNALS
@@ -97,8 +97,7 @@ def judge(seen: Evidence) -> JobOutcome:
     first = first_to_fail(seen.ranks)
     if first is None or seen.cause == "horovodrun":
         return outcome(EXIT_FAILED, _explain_horovodrun(seen), True)
-    code = first.exit_code or EXIT_FAILED
-    code = code if code > 0 else 128 - code
+    code = shell_code(first.exit_code or EXIT_FAILED)
     if first.speaks and is_of_stop(first.exit_code):
         name = signal.Signals(code - 128).name
         return outcome(code, f"stopped by {name} to a worker: every worker has ended")

@@ -94,15 +94,15 @@ def render(watch: Watch) -> RenderableType:
     from rich.console import Group
     from rich.padding import Padding
     from rich.progress_bar import ProgressBar
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     slow = slow_ranks(watch.ranks)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("rank", "host", "step", "phase", "own s/step", ""):
-        side = "right" if title in ("rank", "step") else "left"
-        width = len("exchange") if title == "phase" else None
-        table.add_column(title, justify=side, min_width=width)  # type: ignore[arg-type]
+    columns: list[Column | str] = [
+        *(Column("rank", justify="right"), "host", Column("step", justify="right")),
+        *(Column("phase", min_width=len("exchange")), "own s/step", ""),
+    ]
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
     for rank in watch.ranks[:RANKS_SHOWN]:
         busy = f"{rank.busy_s:.3f}" if rank.busy_s is not None else ""
         note = describe(rank, rank.number in slow)

@@ -7,23 +7,23 @@ process that writes to the pulse pipe (hvdtrain/pulse.py), and that can save.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 
-from hvdtrain.errors import EXIT_FAILED
+from hvdtrain.errors import EXIT_FAILED, shell_code
 from hvdtrain.launcher.processes import (
     command_of,
     descendants,
     id_within,
     process_state,
     reap,
+    send_signal,
 )
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
@@ -32,9 +32,9 @@ NEXT_S = 5.0  # for a shell to end after its last command
 TRACKER = "multiprocessing.resource_tracker"
 HELPERS_GRACE_S = 1.0  # for those that end by themselves after the process that they help
 REST_GRACE_S = 3.0  # for processes that the command leaves behind
-KILLED_S = 2.0  # longest wait for killed processes, which the kernel may hold
+KILLED_S = 2.0  # longest wait for killed processes, less than the launcher waits for their end
 CANNOT_START = 127  # exit code, as in shells
-KILL_S = 5.0  # longest wait for killed processes; one held in a system call is abandoned
+KILL_S = 5.0  # longest wait of the guard; a process held in a system call is abandoned
 ROUND_S = 0.02
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -96,7 +96,7 @@ class WorkerProcess:
 
     def kill_after(self, seconds: float) -> None:
         """Continue suspended processes now; kill what is left after `seconds`."""
-        _send(signal.SIGCONT)
+        send_signal(signal.SIGCONT, descendants(os.getpid()))
         self._kill_at_s = min(self._kill_at_s, time.monotonic() + seconds)
 
     def kill(self) -> None:
@@ -133,7 +133,7 @@ class WorkerProcess:
             due = ended and (not self._stop or self._codes[self._command] != -self._stop)
         if due and not self._rest_stopped:
             self._rest_stopped = True
-            _send(signal.SIGTERM)
+            send_signal(signal.SIGTERM, descendants(os.getpid()))
             self.kill_after(REST_GRACE_S)
 
     def _speaks(self) -> bool:
@@ -142,7 +142,7 @@ class WorkerProcess:
     def _signal(self, number: int) -> None:
         # A speaker passes on what its children need. Its shell, if signalled as well, might send it
         # a second signal, which means to stop without saving.
-        _send(number, [self._speaker] if self._speaks() else None)
+        send_signal(number, [self._speaker] if self._speaks() else descendants(os.getpid()))
 
 
 def run_guarded(work: Callable[[], int]) -> int:
@@ -157,9 +157,8 @@ def run_guarded(work: Callable[[], int]) -> int:
         return work()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(agent, number)
-            os.kill(agent, signal.SIGCONT)
+        send_signal(number, [agent])
+        send_signal(signal.SIGCONT, [agent])
 
     for number in PASSED_ON:
         signal.signal(number, pass_on)
@@ -171,7 +170,7 @@ def run_guarded(work: Callable[[], int]) -> int:
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
     kill_descendants()
-    return codes[agent] if codes[agent] >= 0 else 128 - codes[agent]
+    return shell_code(codes[agent])
 
 
 def become_subreaper() -> None:
@@ -194,14 +193,7 @@ def _kill_all(since_s: float) -> None:
     pids = descendants(os.getpid())
     if time.monotonic() - since_s < HELPERS_GRACE_S:
         pids = [pid for pid in pids if TRACKER not in command_of(pid)]
-    _send(signal.SIGKILL, pids)
-
-
-def _send(number: int, pids: Iterable[int] | None = None) -> None:
-    """Send a signal to these processes, or to all descendants."""
-    for pid in descendants(os.getpid()) if pids is None else pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
+    send_signal(signal.SIGKILL, pids)
 
 
 def _end_with(guard: int) -> None:

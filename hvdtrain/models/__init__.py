@@ -73,9 +73,8 @@ def _resnet18_small(shape: Shape, classes: int) -> nn.Module:
     et al., "Deep Residual Learning" (2015), section 4.2, their networks for CIFAR-10.
     """
     model: nn.Module = import_torchvision().models.resnet18(weights=None, num_classes=classes)
-    first = nn.Conv2d(shape[0], 64, kernel_size=3, stride=1, padding=1, bias=False)
-    nn.init.kaiming_normal_(first.weight, mode="fan_out", nonlinearity="relu")
-    model.conv1 = first
+    model.conv1 = nn.Conv2d(shape[0], 64, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
     return model
 
@@ -124,12 +123,10 @@ def _settings(name: str, shape: Shape) -> dict[str, Any]:
     if name in ("googlenet", "inception_v3"):
         # Auxiliary heads make the output a tuple; the default of `init_weights` makes a warning.
         return {"aux_logits": False, "init_weights": True}
-    if name == "maxvit_t":
-        unit = MAXVIT_SIDE
-    elif name.startswith("vit_"):
-        unit = int(name.rpartition("_")[2])  # the side of a patch
-    else:
+    if name != "maxvit_t" and not name.startswith("vit_"):
         return {}
+    # The side of a patch is the end of the name of a vit.
+    unit = MAXVIT_SIDE if name == "maxvit_t" else int(name.rpartition("_")[2])
     if height % unit or width % unit:
         raise UsageError(
             f"--model={name}: needs images whose height and width are multiples of {unit}, "
@@ -174,30 +171,30 @@ def fit_dataset(dataset: Dataset, model_name: str) -> Dataset:
     return dataset if fits else resized(dataset, LENET_SIZE)
 
 
-def _is_too_small(shape: Sequence[int], side: int, model_name: str) -> bool:
-    """Return whether a network of torchvision gets images of a side below `side`."""
-    return model_name not in NAMES and ":" not in model_name and min(shape[-2:]) < side
+def _size_below(side: int, shape: Sequence[int], model_name: str) -> str:
+    """Return height and width, as 8x8, if a network of torchvision gets images of a side below
+    `side`, else ''. `shape`: (..., height, width).
+    """
+    is_other = model_name in NAMES or ":" in model_name
+    return "" if is_other or min(shape[-2:]) >= side else "x".join(map(str, shape[-2:]))
 
 
 def advice_on_size(model_name: str, shape: Sequence[int]) -> str:
     """Return advice for an error of a model on inputs of `shape` (..., height, width), or ''."""
-    if not _is_too_small(shape, IMAGENET_SIDE, model_name):
-        return ""
-    height, width = shape[-2:]
-    return (
+    size = _size_below(IMAGENET_SIDE, shape, model_name)
+    return size and (
         f". The network is designed for images of {IMAGENET_SIDE}x{IMAGENET_SIDE}, and those of "
-        f"{height}x{width} may be too small: set a larger --image-size for image folders, "
+        f"{size} may be too small: set a larger --image-size for image folders, "
         f"or choose another --model ({', '.join(NAMES)})"
     )
 
 
 def notice_on_size(model_name: str, shape: Sequence[int]) -> str | None:
     """Return a notice if of inputs of `shape` (..., height, width) a network sees one pixel."""
-    if not _is_too_small(shape, LEAST_SIDE, model_name):
+    if not (size := _size_below(LEAST_SIDE, shape, model_name)):
         return None
-    height, width = shape[-2:]
     return (
         f"{model_name} is designed for images of {IMAGENET_SIDE}x{IMAGENET_SIDE} and halves them "
-        f"five times: of {height}x{width} its last layers see a single pixel. For image folders "
+        f"five times: of {size} its last layers see a single pixel. For image folders "
         f"set a larger --image-size, or choose one of {', '.join(NAMES)}"
     )

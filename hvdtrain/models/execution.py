@@ -33,9 +33,8 @@ def _with_channels_last(
 
 
 def _laid_out(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dim() == 4:
-        return value.contiguous(memory_format=torch.channels_last)
-    return value
+    is_images = isinstance(value, torch.Tensor) and value.dim() == 4
+    return value.contiguous(memory_format=torch.channels_last) if is_images else value
 
 
 def require_compiler(device: torch.device) -> None:

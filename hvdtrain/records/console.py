@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from tqdm import tqdm
 
 from hvdtrain import __version__
+from hvdtrain.audit.auditor import audit_line
 from hvdtrain.config.plugins import PLACES
 from hvdtrain.data import VirtualShares
 from hvdtrain.documents import HEAD
@@ -49,14 +50,13 @@ class Console:
             shown = {"loss": f"{totals.loss:.4f}", "lr": f"{lr:.4g}"}
             self._bar.set_postfix(shown | ({"gpu": used} if used else {}))
             return
-        left_s = totals.step_s * (self._total_steps - totals.step)
         say(
             f"step {totals.step}/{self._total_steps} {totals.step / self._total_steps:.0%}  "
             f"epoch {totals.epoch}  loss {totals.loss:.4f}  "
             + "".join(f"{name} {value:.3f}  " for name, value in totals.metrics.items())
             + f"{rate(totals.samples_per_s)} samples/s  {totals.step_s:.3g} s/step  lr {lr:.4g}  "
             + (f"GPU {used}  " if used else "")
-            + f"{duration(left_s)} left"
+            + f"{duration(totals.step_s * (self._total_steps - totals.step))} left"
         )
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
@@ -111,10 +111,8 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
     shares = job.feed.shares.sizes(sampler.global_batch_size)
     virtual = isinstance(job.feed.shares, VirtualShares)
     kind = "virtual worker" if virtual else "worker"
-    if len(shares) > SHARES_SHOWN:
-        shares_text = f"{min(shares)} to {max(shares)} on each {kind}"
-    else:
-        shares_text = " + ".join(map(str, shares))
+    few = " + ".join(map(str, shares[:SHARES_SHOWN]))
+    parts = f"{min(shares)} to {max(shares)} on each {kind}" if shares[SHARES_SHOWN:] else few
     workers = "1 worker" if size == 1 else f"{size} workers ({exchange.controller})"
     if virtual:
         workers += f" for {counted(len(shares), kind)}"
@@ -123,8 +121,9 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
     peak_lr = max(float(group["lr"]) for group in job.optimizers[0].param_groups)
     # A rate that varies is below its peak at the first step (warm-up) or at the last.
     ends = (0, job.total_steps - 1)
-    varies = job.schedule is not None and any(job.schedule(step) != peak_lr for step in ends)
-    rates = "up to " if varies else "at first " if job.schedule is None else ""
+    rates = "at first "
+    if job.schedule is not None:
+        rates = "up to " if any(job.schedule(step) != peak_lr for step in ends) else ""
     return "\n".join(
         [
             f"hvdtrain {__version__}",
@@ -133,83 +132,86 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
             f"samples{', ' if data.note else ''}{data.note}",
             f"  workers  {workers}, on {shown(job.device)}, "
             f"{counted(torch.get_num_threads(), 'compute thread')} each",
-            f"  batch    {sampler.global_batch_size} samples a step = {shares_text}",
+            f"  batch    {sampler.global_batch_size} samples a step = {parts}",
             f"  steps    {job.total_steps} in {epochs} epoch{'s' if epochs > 1 else ''}",
             f"  update   {optimizer_names}, learning rate {rates}{peak_lr:.4g}",
             *([] if job.model.training else [EVALUATED]),
-            *_notes_on_workers(job.model, len(shares), kind),
+            *(_notes_on_workers(job.model, kind) if len(shares) > 1 else ()),
         ]
     )
 
 
-def _notes_on_workers(model: torch.nn.Module, shares: int, kind: str) -> list[str]:
-    """Return what several workers, of this kind, do otherwise than one."""
-    if shares == 1:
-        return []
-    notes = []
+def _notes_on_workers(model: torch.nn.Module, kind: str) -> Iterator[str]:
+    """Yield what several workers, of this kind, do otherwise than one."""
     if any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in model.modules()):
-        notes.append(f"  note     dropout draws other masks on each {kind}")
-    if any(isinstance(layer, SyncBatchNorm) for layer in model.modules()):
-        notes.append("  note     batch norm uses the statistics of the whole batch")
+        yield f"  note     dropout draws other masks on each {kind}"
+    if has_batch_norm(model, SyncBatchNorm):
+        yield "  note     batch norm uses the statistics of the whole batch"
     elif has_batch_norm(model):
         way_out = " (--sync-bn: the whole batch's)" if kind == "worker" else ""
-        notes.append(f"  note     batch norm uses each {kind}'s own statistics{way_out}")
-    return notes
+        yield f"  note     batch norm uses each {kind}'s own statistics{way_out}"
 
 
 def final_lines(summary: Mapping[str, Any], config: Mapping[str, Any], folder: str) -> str:
     """Return the last lines of a finished run; `config`: its options."""
-    speed = summary["samples_per_s"]  # None where no step was made
     figure = "loss" if summary.get("valid_accuracy") is None else "accuracy"
     valid = summary.get(f"valid_{figure}")  # None where nothing is evaluated
     trained = summary.get("train_loss")  # None where no step was made
-    training = "" if trained is None else f"; training loss {trained:.4f}"
-    lines = [
-        f"finished: {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, "
-        f"{counted(summary['samples_seen'], 'sample')}"
-        + (f", {rate(speed)} samples/s" if speed is not None and math.isfinite(speed) else "")
-        + (f", {duration(summary['wall_s'])} in all" if summary.get("wall_s") else "")
-        + (f", {summary['peak_memory_mib']:,} MiB" if summary.get("peak_memory_mib") else "")
-        + (f", {summary['peak_gpu_mib']:,} MiB of the GPU" if summary.get("peak_gpu_mib") else "")
-        + (
-            training
-            if valid is None
-            else f"; validation {figure} {valid:.4f} on {summary.get('valid_samples') or 0:,}"
-        )
-    ]
+    result = "" if trained is None else f"; training loss {trained:.4f}"
+    if valid is not None:
+        result = f"; validation {figure} {valid:.4f} on {summary.get('valid_samples') or 0:,}"
     best = summary.get("best") or {}
-    for name in [name for name in best if name.startswith("valid_") and best[name] is not None]:
-        step, epoch = best.get("step", 0), best.get("epoch")
-        lines.append(
-            f"best: validation {name.removeprefix('valid_')} {best[name]:.4f} after step "
-            f"{step:,}, epoch {epoch}; evaluate, predict and export use its checkpoint"
-        )
-    if summary.get("bad_samples"):
-        times = counted(summary["bad_samples"], "time")
-        lines.append(f"samples that could not be read were left out {times}, over all epochs")
-    audit = summary.get("audit", {})
-    if audit.get("checked"):
-        lines.append(
-            f"audit: {counted(audit['checked'], 'step')} compared with the ring reference, "
-            f"{audit.get('failed')} failed; worst error "
-            f"{audit.get('worst_error_over_bound') or 0:.2f} of the rounding bound"
-        )
-    computed = summary.get("compute_audit", {})
-    if computed.get("checked"):
-        lines.append(
-            f"audit of the computation: gradients of {counted(computed['checked'], 'step')} "
-            f"computed by another rank as well, {computed.get('failed')} failed"
-        )
-    if (trace := summary.get("trace")) and trace.keys() >= HEAD.keys():
-        records = counted(trace["records"], "record")
-        lines.append(f"trace: {records}, to step {trace['step']}; sha256 {trace['sha256']}")
-    lines.append(f"parameters sha256 {summary['params_sha256']}")
     run = shlex.quote(folder)
     data = config.get("data", "")  # a folder is to be confirmed
     named = f" --data {shlex.quote(data)}" if data.partition(":")[0] in PLACES else ""
     evaluation = "" if valid is None else f"hvdtrain evaluate {run}{named}, or "
-    lines.append(f"written to {folder}; next: {evaluation}hvdtrain report {run}")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"finished: {_course(summary)}{result}",
+            *(
+                f"best: validation {name.removeprefix('valid_')} {value:.4f} after step "
+                f"{best.get('step', 0):,}, epoch {best.get('epoch')}; evaluate, predict and export "
+                "use its checkpoint"
+                for name, value in best.items()
+                if name.startswith("valid_") and value is not None
+            ),
+            *_checks(summary),
+            f"parameters sha256 {summary['params_sha256']}",
+            f"written to {folder}; next: {evaluation}hvdtrain report {run}",
+        ]
+    )
+
+
+def _course(summary: Mapping[str, Any]) -> str:
+    """Return the length of a run, its speed, its time and its memory, as far as it has them."""
+    counts = {"epochs": "epoch", "steps": "step", "samples_seen": "sample"}
+    parts = [counted(summary[name], noun) for name, noun in counts.items()]
+    speed = summary["samples_per_s"]  # None where no step was made
+    if speed is not None and math.isfinite(speed):
+        parts.append(f"{rate(speed)} samples/s")
+    if wall_s := summary.get("wall_s"):
+        parts.append(f"{duration(wall_s)} in all")
+    memory = {"peak_memory_mib": "MiB", "peak_gpu_mib": "MiB of the GPU"}
+    parts += [f"{summary[name]:,} {unit}" for name, unit in memory.items() if summary.get(name)]
+    return ", ".join(parts)
+
+
+def _checks(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line each on samples left out, on the audits and on the trace, if there are any."""
+    if bad := summary.get("bad_samples"):
+        times = counted(bad, "time")
+        yield f"samples that could not be read were left out {times}, over all epochs"
+    audit, computed = summary.get("audit", {}), summary.get("compute_audit", {})
+    if checked := audit.get("checked"):
+        yield audit_line(checked, audit.get("failed"), audit.get("worst_error_over_bound") or 0)
+    if checked := computed.get("checked"):
+        yield (
+            f"audit of the computation: gradients of {counted(checked, 'step')} computed by "
+            f"another rank as well, {computed.get('failed')} failed"
+        )
+    if (trace := summary.get("trace")) and trace.keys() >= HEAD.keys():
+        records = counted(trace["records"], "record")
+        yield f"trace: {records}, to step {trace['step']}; sha256 {trace['sha256']}"
 
 
 def way_on(checkpoints: Sequence[Path], is_script: bool = False) -> str:
@@ -219,7 +221,5 @@ def way_on(checkpoints: Sequence[Path], is_script: bool = False) -> str:
     if not checkpoints:
         return "stopped before a checkpoint was saved"
     saved = int(checkpoints[0].name.partition("-")[2])
-    how = (
-        'the same script with resume="auto"' if is_script else "the same command with --resume auto"
-    )
-    return f"saved at step {saved:,}: {how} continues from there"
+    how = 'script with resume="auto"' if is_script else "command with --resume auto"
+    return f"saved at step {saved:,}: the same {how} continues from there"

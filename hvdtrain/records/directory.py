@@ -1,60 +1,44 @@
-"""The folder of a run: its lock, configuration, summary, evaluation and record files."""
+"""The folder of a live run: its lock, configuration, summary, evaluation and record files."""
 
 from __future__ import annotations
 
 import errno
-import glob
 import json
 import math
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.documents import (
-    FORMATS,
-    lines_of,
-    parse_json,
-    read_json,
-    read_text,
-    refuse_newer,
-    stamped,
-)
+from hvdtrain.documents import FORMATS, parse_json, read_json, read_text, refuse_newer, stamped
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.files import (
+    candidates,
+    hold,
     json_ready,
     open_kept,
-    open_to_read,
     replace_file,
     why_not_written,
     write_new,
 )
 from hvdtrain.log import say
-
-LOCK = ".lock"
-LOCK_RETRY_S = 0.5
-LOGS = "logs"  # the launcher writes there before the run starts
-CONFIG, SUMMARY, EVALUATION = "config.yaml", "summary.json", "evaluation.json"
-CHECKPOINTS, TENSORBOARD, PROFILE = "checkpoints", "tensorboard", "profile"
-JOB_FILE = ".job"  # names the launcher's job that began the run
-METRICS, AUDITS, TRACE = "metrics.jsonl", "audit.jsonl", "trace.jsonl"
-# Folders, and the names of what a run writes there, as long as it has no checkpoint.
-FOLDERS = {
-    TENSORBOARD: re.compile(r"events\.out\.tfevents\..*"),
-    PROFILE: re.compile(r"(rank-\d+|timeline)\.json"),
-    CHECKPOINTS: re.compile(r"\.step-\d+\.partial"),
-}
-# Of a failed run without checkpoints: a folder with nothing else may be used again.
-LEAVINGS = (
-    *(CONFIG, SUMMARY, EVALUATION, METRICS, AUDITS, TRACE, *FOLDERS),
-    *("mlflow.json", "wandb.json"),
+from hvdtrain.records.folders import (
+    CHECKPOINTS,
+    CONFIG,
+    EVALUATION,
+    JOB_FILE,
+    LEAVINGS,
+    LOCK,
+    SUMMARY,
+    numbering,
+    occupants,
+    record_lines,
 )
-KEPT = (LOGS, "wandb")  # may stay in a folder that is used again
+
+LOCK_RETRY_S = 0.5
 
 
 class RunExists(UsageError):
@@ -80,12 +64,11 @@ class RunDirectory:
                 self._lock = undo.enter_context(open_kept(self.path / LOCK))
                 _take(self._lock, wait_s)
             except BlockingIOError:
-                text = f"--experiment={path.name}: a live job is using {path}"
-                raise RunExists(text) from None
+                raise RunExists(f"--experiment={path.name}: a live job is using {path}") from None
             except (OSError, ValueError) as error:
-                reason = why_not_written(path, error)
                 raise UsageError(
-                    f"--output={path.parent}: {path} cannot be written: {reason}"
+                    f"--output={path.parent}: {path} cannot be written: "
+                    f"{why_not_written(path, error)}"
                 ) from error
             if not reopen:
                 # The job that held the lock may have ended just now.
@@ -139,19 +122,18 @@ class RunDirectory:
     def refuse_newer(self) -> None:
         """Raise UsageError if a newer version of hvdtrain has written any of the records."""
         for path in self._records():
-            for number, line in enumerate(_lines(path), start=1):
+            for number, line in enumerate(record_lines(path), start=1):
                 with suppress(ValueError):  # a line that is cut is no record
                     refuse_newer(path, parse_json(line), number)
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, which the resumed run will repeat."""
         for path in filter(os.path.lexists, self._records()):
-            self._write(path.name, (line for line in _lines(path) if _step_of(line) <= step))
+            self._write(path.name, (line for line in record_lines(path) if _step_of(line) <= step))
 
     def last_step(self) -> int:
         """Return the last step with a complete record, or 0."""
-        lines = (line for path in self._records() for line in _lines(path))
-        steps = (_step_of(line) for line in lines)
+        steps = (_step_of(line) for path in self._records() for line in record_lines(path))
         return int(max((step for step in steps if step < math.inf), default=0))
 
     def read_tracker(self, name: str) -> dict[str, Any]:
@@ -167,8 +149,7 @@ class RunDirectory:
     def restart_trace(self, head: dict[str, Any] | None) -> None:
         """Let the summary of an earlier start name `head`, with which the trace now ends."""
         with suppress(OSError, ValueError):
-            summary = read_json(self.path / SUMMARY)
-            self.write_summary(summary | {"trace": head})
+            self.write_summary(read_json(self.path / SUMMARY) | {"trace": head})
 
     def close(self) -> None:
         """Close the files and release the lock."""
@@ -185,8 +166,7 @@ class RunDirectory:
         if run_id := self._lock.read(64).strip():
             return run_id
         run_id = self._id_of_checkpoints() or secrets.token_hex(16)
-        self._lock.write(run_id + "\n")
-        self._lock.flush()
+        print(run_id, file=self._lock, flush=True)
         return run_id
 
     def _id_of_checkpoints(self) -> str | None:
@@ -218,14 +198,12 @@ class RunDirectory:
                 "one ends, so that they do not mix"
             )
         say(f"{self.path / LOCK} was removed: it is made again")
-        lock.write(self.run_id + "\n")
-        lock.flush()
+        print(self.run_id, file=lock, flush=True)
         self._lock.close()
         self._lock = lock
 
     def _refuse_occupied(self, holds_lock: bool = False) -> None:
-        held = occupants(self.path, holds_lock)
-        if held:
+        if held := occupants(self.path, holds_lock):
             what = "a run" if CONFIG in held else f"files ({', '.join(held[:3])}, ...)"
             kind = RunExists if CONFIG in held else UsageError
             raise kind(
@@ -274,7 +252,7 @@ def new_directory(folder: Path, numbered: bool) -> RunDirectory:
     print so. Raises RunExists otherwise, and UsageError for files that are no run. The lock decides
     between jobs that start at the same time.
     """
-    for path in _names(folder):
+    for path in candidates(folder):
         if path != folder and occupants(path):
             continue
         try:
@@ -289,86 +267,6 @@ def new_directory(folder: Path, numbered: bool) -> RunDirectory:
     raise AssertionError("an endless series")
 
 
-def free_folder(folder: Path) -> Path:
-    """Return the folder that `new_directory` would take now; it may hold files that are no run."""
-    return next(
-        path
-        for path in _names(folder)
-        if not (CONFIG in occupants(path) if path == folder else occupants(path))
-        and not ((path / LOCK).exists() and _is_live(path))
-    )
-
-
-def folder_of_job(folder: Path, job: str) -> Path | None:
-    """Return the folder, `folder` or a numbered one, of the run that a job has begun; or None."""
-    pattern = re.compile(rf"{re.escape(folder.name)}(-\d+)?")
-    for path in folder.parent.glob(f"{glob.escape(folder.name)}*"):
-        job_file = path / JOB_FILE
-        with suppress(OSError, ValueError):
-            if pattern.fullmatch(path.name) and read_text(job_file).split() == [job]:
-                return path
-    return None
-
-
-def numbering(folder: Path, path: Path) -> str:
-    """Return the line that reports the folder taken instead of `folder`."""
-    return f"{folder} holds another run: this one is {path} (to continue the other: resume auto)"
-
-
-def _names(folder: Path) -> Iterator[Path]:
-    yield folder
-    for number in count(2):
-        yield folder.with_name(f"{folder.name}-{number}")
-
-
-def occupants(folder: Path, holds_lock: bool = False) -> list[str]:
-    """Return the names in a folder that prevent its use for a new run.
-
-    There are none if its run has died, without checkpoint and result. Logs and hidden files do not
-    count. `holds_lock`: this process holds the lock of the folder.
-    """
-    try:
-        names = {entry.name for entry in folder.iterdir()}
-    except (OSError, ValueError):  # missing or unreadable: creating it will report the error
-        return []
-    held = {name for name in names if name[0] != "." and name not in KEPT}
-    died = {LOCK, CONFIG} <= names and held <= set(LEAVINGS) and not _keeps_anything(folder)
-    return [] if died and (holds_lock or not _is_live(folder)) else sorted(held)
-
-
-def _is_live(run: Path) -> bool:
-    """Return whether a job holds the lock, or the lock cannot be examined."""
-    import fcntl  # not on Windows, where `--help` imports this module
-
-    try:
-        with open_to_read(run / LOCK) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
-
-
-def _keeps_anything(run: Path) -> bool:
-    """Return whether there is a checkpoint, even damaged, a file that no run writes, or a summary
-    of a run that has not died: with another status than failed or stopped, or not to be read.
-    """
-    saved = (run / CHECKPOINTS).glob("*step-*")  # includes those that a killed save set aside
-    if any(not path.name.endswith(".partial") for path in saved):
-        return True
-    for name, written in FOLDERS.items():
-        folder = run / name
-        entries = folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ()
-        if any(not written.fullmatch(path.name) for path in entries):
-            return True
-    try:
-        status = read_json(run / SUMMARY).get("status")
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, UsageError):
-        return True
-    return status not in ("failed", "stopped")
-
-
 def _is_at(stream: IO[str], path: Path) -> bool:
     """Return whether an open file is the one of that name."""
     try:
@@ -381,27 +279,15 @@ def _is_at(stream: IO[str], path: Path) -> bool:
 
 def _take(lock: IO[str], wait_s: float) -> None:
     """Take the lock. Raises BlockingIOError if a live job holds it for longer than `wait_s`."""
-    import fcntl
-
     deadline = time.monotonic() + wait_s
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold(lock)
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(LOCK_RETRY_S)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file of records; none if it is missing. Raises UsageError."""
-    try:
-        yield from lines_of(path)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _step_of(line: str) -> float:

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.audit import AuditRecord
 from hvdtrain.files import json_ready, make_folder, why_not_written
 from hvdtrain.log import complain
-from hvdtrain.records.directory import AUDITS, METRICS, TENSORBOARD, RunDirectory
+from hvdtrain.records.directory import RunDirectory
+from hvdtrain.records.folders import AUDITS, METRICS, TENSORBOARD
+from hvdtrain.records.trackers import Tracker
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metering import Totals
 
@@ -20,16 +22,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 NO_FIGURES: Mapping[str, float] = {}
-
-
-class Writer(Protocol):
-    """A receiver of scalars by step."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step."""
-
-    def close(self, status: str, summary: dict[str, Any]) -> None:
-        """Complete the files or the record; `summary`: of a run that ended with `status`."""
 
 
 class TensorBoardFiles:
@@ -48,6 +40,7 @@ class TensorBoardFiles:
             self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the values of a step."""
         if writer := self._writer:
             with self._tolerating():
                 self._folder.stat()  # of files that were removed nothing else is noticed
@@ -55,6 +48,7 @@ class TensorBoardFiles:
                     writer.add_scalar(name, value, step)
 
     def close(self, status: str, summary: dict[str, Any]) -> None:
+        """Complete the files, which hold nothing of status and summary."""
         if writer := self._writer:
             with self._tolerating():
                 writer.close()
@@ -65,10 +59,9 @@ class TensorBoardFiles:
             yield
         except OSError as error:
             self._writer = None
-            reason = why_not_written(self._folder, error)
             complain(
-                f"hvdtrain: warning: {self._folder}: cannot be written: {reason}: the training "
-                "goes on without it"
+                f"hvdtrain: warning: {self._folder}: cannot be written: "
+                f"{why_not_written(self._folder, error)}: the training goes on without it"
             )
 
 
@@ -89,60 +82,66 @@ class EventLog:
         directory: RunDirectory,
         resumed_from: int = 0,
         classes: Sequence[str] = (),
-        writers: Sequence[Writer] = (),
+        trackers: Sequence[Tracker] = (),
     ) -> None:
-        """`resumed_from`: a step. `classes`: names. `writers`: of scalars, besides TensorBoard."""
-        self._directory = directory
-        self._classes = list(classes)
+        """`resumed_from`: a step. `classes`: names. `trackers`: of scalars, besides TensorBoard."""
+        self._directory, self._classes = directory, list(classes)
         files = TensorBoardFiles(directory.path / TENSORBOARD, resumed_from)
-        self._writers: list[Writer] = [files, *writers]
+        self._writers: list[TensorBoardFiles | Tracker] = [files, *trackers]
 
     def interval_end(
         self, totals: Totals, lr: float, gpu: Mapping[str, float] = NO_FIGURES
     ) -> None:
         """Write one line for a logged step; `gpu`: figures of rank 0's GPU, if it has one."""
+        norm = {"gradient_norm": totals.gradient_norm}
         phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
-        record = {"kind": "step", **_trained(totals, lr), "gradient_norm": totals.gradient_norm}
-        record |= {f"gpu_{name}": value for name, value in gpu.items()}
-        self._directory.append(METRICS, record | phases)
-        scalars = {"train/loss": totals.loss, "samples_per_s": totals.samples_per_s, "lr": lr}
-        scalars |= {f"train/{name}": value for name, value in totals.metrics.items()}
-        scalars |= {f"phase/{name}": seconds for name, seconds in phases.items()}
-        scalars |= {f"gpu/{name}": value for name, value in gpu.items()}
-        if totals.gradient_norm is not None:
-            scalars["gradient_norm"] = totals.gradient_norm
+        figures = {f"gpu_{name}": value for name, value in gpu.items()}
+        record = {"kind": "step", **_trained(totals, lr), **norm, **figures, **phases}
+        self._directory.append(METRICS, record)
+        scalars = {
+            "train/loss": totals.loss,
+            "samples_per_s": totals.samples_per_s,
+            "lr": lr,
+            **{f"train/{name}": value for name, value in totals.metrics.items()},
+            **{f"phase/{name}": seconds for name, seconds in phases.items()},
+            **{f"gpu/{name}": value for name, value in gpu.items()},
+            **{name: value for name, value in norm.items() if value is not None},
+        }
         self._scalars(totals.step, scalars)
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         """Write one line for an epoch; `evaluation`: None if it was not due."""
         record = {"kind": "epoch", **_trained(totals, lr), "samples": totals.samples}
-        fields = self._evaluation(totals, evaluation) if evaluation else {}
-        self._directory.append(METRICS, record | fields)
+        record |= self._evaluation(totals, evaluation) if evaluation else {}
+        self._directory.append(METRICS, record)
 
     def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
         """Write one line for an evaluation within an epoch."""
-        at = {"step": totals.step, "epoch": totals.epoch, "samples_seen": totals.samples_seen}
-        fields = self._evaluation(totals, evaluation)
-        self._directory.append(METRICS, {"kind": "evaluation", **at, **fields})
+        record = {
+            "kind": "evaluation",
+            "step": totals.step,
+            "epoch": totals.epoch,
+            "samples_seen": totals.samples_seen,
+            **self._evaluation(totals, evaluation),
+        }
+        self._directory.append(METRICS, record)
 
     def _evaluation(self, totals: Totals, evaluation: Evaluation) -> dict[str, Any]:
         """Write an evaluation's file and scalars; return its fields of a line."""
         figures = {"loss": evaluation.loss, **evaluation.metrics}
-        of_step = {"step": totals.step, "samples": evaluation.samples, **figures}
-        tables = evaluation.plain()["tables"]
-        self._directory.write_evaluation(of_step | tables | {"classes": self._classes})
+        self._directory.write_evaluation(
+            {"step": totals.step, "samples": evaluation.samples, **figures}
+            | evaluation.plain()["tables"]
+            | {"classes": self._classes}
+        )
         self._scalars(totals.step, {f"valid/{name}": v for name, v in figures.items()})
-        record: dict[str, Any] = {f"valid_{name}": value for name, value in figures.items()}
-        record["valid_samples"] = evaluation.samples
-        if accuracy := evaluation.class_accuracy():  # the table itself is too long for a line
-            record["valid_class_accuracy"] = accuracy
-        return record
+        accuracy = evaluation.class_accuracy()  # the table itself is too long for a line
+        return valid_fields(evaluation) | ({"valid_class_accuracy": accuracy} if accuracy else {})
 
     def audited(self, record: AuditRecord) -> None:
         """Write one line for an audit."""
         self._directory.append(AUDITS, asdict(record))
-        ratio = record.worst_error_over_bound
-        self._scalars(record.step, {"audit/worst_error_over_bound": ratio})
+        self._scalars(record.step, {"audit/worst_error_over_bound": record.worst_error_over_bound})
 
     def close(self, summary: dict[str, Any]) -> None:
         """Complete what the writers have written; `summary`: of the run."""
@@ -152,6 +151,12 @@ class EventLog:
     def _scalars(self, step: int, scalars: dict[str, float]) -> None:
         for writer in self._writers:
             writer.scalars(step, scalars)
+
+
+def valid_fields(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the figures of an evaluation, as lines of records and the summary name them."""
+    figures = {"loss": evaluation.loss, **evaluation.metrics, "samples": evaluation.samples}
+    return {f"valid_{name}": value for name, value in figures.items()}
 
 
 def _trained(totals: Totals, lr: float) -> dict[str, Any]:

@@ -18,10 +18,12 @@ from hvdtrain.files import open_to_read
 from hvdtrain.log import moment, say
 from hvdtrain.pulse import Pulse
 from hvdtrain.records.console import Console, final_lines, is_live, way_on
-from hvdtrain.records.directory import CHECKPOINTS, RunDirectory
-from hvdtrain.records.event_log import EventLog, Writer
-from hvdtrain.records.machine import GpuMeter, changes, machine, versions
+from hvdtrain.records.directory import RunDirectory
+from hvdtrain.records.event_log import EventLog, valid_fields
+from hvdtrain.records.folders import CHECKPOINTS
+from hvdtrain.records.provenance import GpuMeter, changes, machine, versions
 from hvdtrain.records.trace_file import TraceFile, origin_of
+from hvdtrain.records.trackers import Tracker
 from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation
@@ -41,6 +43,7 @@ class Ledger:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, keep=0)  # that this rank writes
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         """Record a logged step."""
@@ -67,12 +70,6 @@ class Ledger:
     def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None:
         """Write a checkpoint, in the background."""
 
-    def check_saved(self) -> None:
-        """Raise TrainingError if the last checkpoint could not be written."""
-
-    def wait_until_saved(self) -> None:
-        """Wait until the last checkpoint is on disk."""
-
     def finish(self, outcome: Outcome) -> None:
         """Complete the records of a finished run."""
 
@@ -81,7 +78,7 @@ class Ledger:
         if not isinstance(error, PeerFailure | Stopped | AuditMismatch | AgreedFailure):
             # "x": the first cause stays, and no link is followed
             with suppress(OSError), (self._folder / CAUSE).open("x", encoding="utf-8") as stream:
-                stream.write(f"rank {self._rank}: {_describe(error)}")
+                stream.write(f"rank {self._rank}: {_text_of(error)}")
 
     def close(self) -> None:
         """Close all files and release the run directory."""
@@ -99,43 +96,36 @@ class RunLedger(Ledger):
         config: dict[str, Any],
         pulse: Pulse,
         provenance: dict[str, Any],
-        writers: Sequence[Writer],
+        trackers: Sequence[Tracker],
     ) -> None:
         """Open the records.
 
         `resumed`: the state to resume from, if any. `config`: all options, as resolved.
-        `provenance`: further fields of the summary. `writers`: of scalars, besides TensorBoard.
+        `provenance`: further fields of the summary. `trackers`: of scalars, besides TensorBoard.
         """
         take_cause(directory.path)  # from an earlier start
         self._directory = directory
         folder, keep = directory.path / CHECKPOINTS, config["keep_checkpoints"]
-        self._checkpoints = Checkpoints(folder, keep, directory.run_id)
-        self._pulse, self._total_steps = pulse, job.total_steps
-        self._gpu = GpuMeter(job.device)
-        self._task = job.task
+        self.checkpoints = Checkpoints(folder, keep, directory.run_id)
+        self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
         step = resumed["step"] if resumed else 0
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
-        self._events = EventLog(directory, step, self._takeaway.get("classes", ()), writers)
+        self._events = EventLog(directory, step, self._takeaway.get("classes", ()), trackers)
         self._began_s = time.monotonic()
         self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
-        virtual_workers = config["virtual_workers"]
-        bucket_bytes = job.reduction.bucket_bytes
-        at_start = _summary_at_start(exchange, self._evaluated, virtual_workers, bucket_bytes)
-        self._summary = at_start | {"machine": machine(job.device)} | provenance
-        self._audit, self._computed = self._summary["audit"], self._summary["compute_audit"]
-        head = resumed["progress"].get("trace") if resumed else None
+        before = resumed["progress"] if resumed else {}
+        head = before.get("trace")
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
-        if resumed:
-            self._audit |= resumed["progress"]["audit"]
-            self._computed |= resumed["progress"].get("compute_audit", {})
-            self._summary |= resumed["progress"]["summary"] | {"resumed_from": step}
-            self._summary["trace"] = head
-            before = resumed["progress"].get("machine", {})
-            for change in changes(before, self._summary["machine"]):
-                say(f"resume: {change}: bits may differ from those of the uninterrupted run")
+        at_start = _summary_at_start(exchange, job, self._evaluated, config["virtual_workers"])
+        self._summary = at_start | provenance | before.get("summary", {})
+        self._summary |= {"resumed_from": step if resumed else None, "trace": head}
+        for audit in ("audit", "compute_audit"):
+            self._summary[audit] |= before.get(audit, {})
+        for change in changes(before.get("machine", {}), self._summary["machine"]):
+            say(f"resume: {change}: bits may differ from those of the uninterrupted run")
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
@@ -146,36 +136,37 @@ class RunLedger(Ledger):
             loss=totals.loss,
             samples_per_s=totals.samples_per_s,
             step_s=totals.step_s,
-            total_steps=self._total_steps,
+            total_steps=self._job.total_steps,
         )
         self._console.interval_end(totals, lr, gpu)
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
-        self._note(totals)
+        self._note(totals, evaluation)
         self._summary["epochs"] = totals.epoch
         if evaluation:
-            self._note_evaluation(evaluation)
             self._note_best(evaluation, totals.step)
         self._events.epoch_end(totals, evaluation, lr)
         self._console.epoch_end(totals, evaluation, lr)
 
     def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
-        self._note(totals)
-        self._note_evaluation(evaluation)
+        self._note(totals, evaluation)
         self._note_best(evaluation, totals.step)
         self._events.evaluated(totals, evaluation)
         self._console.evaluated(totals, evaluation)
 
     def audited(self, record: AuditRecord) -> None:
-        self._audit["checked"] += 1
-        self._audit["failed"] += not record.ok
-        worst = self._audit["worst_error_over_bound"] or 0.0
-        self._audit["worst_error_over_bound"] = max(worst, record.worst_error_over_bound)
+        audit = self._summary["audit"]
+        worst = max(audit["worst_error_over_bound"] or 0.0, record.worst_error_over_bound)
+        audit |= {
+            "checked": audit["checked"] + 1,
+            "failed": audit["failed"] + (not record.ok),
+            "worst_error_over_bound": worst,
+        }
         self._events.audited(record)
 
     def recomputed(self, step: int, ok: bool) -> None:
-        self._computed["checked"] += 1
-        self._computed["failed"] += not ok
+        self._summary["compute_audit"]["checked"] += 1
+        self._summary["compute_audit"]["failed"] += not ok
 
     def traced(self, record: TraceRecord) -> None:
         self._trace.append(record)
@@ -184,12 +175,10 @@ class RunLedger(Ledger):
     def progress(self) -> dict[str, Any]:
         names = ("epochs", "steps", "samples_seen", "train_loss", "bad_samples", "best")
         return {
-            "audit": dict(self._audit),
-            "compute_audit": dict(self._computed),
-            "machine": dict(self._summary["machine"]),
+            **{name: dict(self._summary[name]) for name in ("audit", "compute_audit", "machine")},
             "trace": self._trace.head if self._trace.head["records"] else None,
             "summary": {name: self._summary[name] for name in (*names, *self._evaluated)},
-            "best": (self._summary["best"] or {}).get(f"valid_{self._task.best}"),
+            "best": (self._summary["best"] or {}).get(f"valid_{self._job.task.best}"),
         }
 
     def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None:
@@ -200,30 +189,21 @@ class RunLedger(Ledger):
         best = self._summary["best"] or {}
         is_best = evaluation is not None and best.get("step") == snapshot.step
         self._trace.sync()
-        takeaway = self._takeaway | {"trace": self._summary["trace"]}
-        self._checkpoints.save(snapshot, is_best, takeaway)
+        self.checkpoints.save(snapshot, is_best, self._takeaway | {"trace": self._summary["trace"]})
 
     def _note_best(self, evaluation: Evaluation, step: int) -> None:
         """Update the best figure; call before the state is captured, so that it is saved."""
-        figure = {"loss": evaluation.loss, **evaluation.metrics}[self._task.best]
-        name, best = f"valid_{self._task.best}", self._summary["best"]
-        sign = 1 if self._task.best_is_highest else -1
+        name, best = f"valid_{self._job.task.best}", self._summary["best"]
+        figure = valid_fields(evaluation)[name]
+        sign = 1 if self._job.task.best_is_highest else -1
         if best is None or sign * figure > sign * best[name]:
             self._summary["best"] = {"step": step, "epoch": self._summary["epochs"], name: figure}
 
-    def check_saved(self) -> None:
-        self._checkpoints.check()
-
-    def wait_until_saved(self) -> None:
-        self._checkpoints.wait()
-
     def finish(self, outcome: Outcome) -> None:
         """Wait for the last checkpoint, write the summary and print the result."""
-        self._checkpoints.wait()
+        self.checkpoints.wait()
         self._read_gpu()
-        self._note(outcome.totals)
-        if outcome.evaluation:
-            self._note_evaluation(outcome.evaluation)
+        self._note(outcome.totals, outcome.evaluation)
         self._summary |= {
             "status": "finished",
             "epochs": outcome.totals.epoch,
@@ -242,10 +222,12 @@ class RunLedger(Ledger):
             return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         matching = (status for kind, status in statuses.items() if isinstance(error, kind))
-        self._summary |= {"status": next(matching, "failed"), "ended": moment()}
         cause = take_cause(self._directory.path)
-        is_peer = isinstance(error, PeerFailure)
-        self._summary["error"] = cause if is_peer and cause else _describe(error)
+        self._summary |= {
+            "status": next(matching, "failed"),
+            "ended": moment(),
+            "error": cause if cause and isinstance(error, PeerFailure) else _text_of(error),
+        }
         with suppress(HvdtrainError):
             self._directory.write_summary(self._summary)
 
@@ -254,35 +236,29 @@ class RunLedger(Ledger):
         self._console.close()
         if self._summary["status"] == "stopped":
             is_script = "script" in self._takeaway["config"]
-            say(way_on(self._checkpoints.complete(), is_script))
+            say(way_on(self.checkpoints.complete(), is_script))
         self._events.close(self._summary)
         self._directory.close()
 
     def _read_gpu(self) -> dict[str, float]:
         gpu = self._gpu.read()
         if "memory_mib" in gpu:
-            used = int(gpu["memory_mib"])
-            self._summary["peak_gpu_mib"] = max(self._summary["peak_gpu_mib"] or 0, used)
+            before = self._summary["peak_gpu_mib"] or 0
+            self._summary["peak_gpu_mib"] = max(before, int(gpu["memory_mib"]))
         return gpu
 
-    def _note(self, totals: Totals) -> None:
+    def _note(self, totals: Totals, evaluation: Evaluation | None = None) -> None:
         self._summary |= {
             "steps": totals.step,
             "samples_seen": totals.samples_seen,
             "train_loss": totals.loss,
             "bad_samples": totals.bad_samples,
-        }
-
-    def _note_evaluation(self, evaluation: Evaluation) -> None:
-        self._summary |= {
-            "valid_loss": evaluation.loss,
-            **{f"valid_{name}": value for name, value in evaluation.metrics.items()},
-            "valid_samples": evaluation.samples,
+            **(valid_fields(evaluation) if evaluation else {}),
         }
 
 
 def _summary_at_start(
-    exchange: Exchange, evaluated: Iterable[str], virtual_workers: int | None, bucket_bytes: int
+    exchange: Exchange, job: Job, evaluated: Iterable[str], virtual_workers: int | None
 ) -> dict[str, Any]:
     """Return the summary of a run that ends before its first step; `evaluated`: figures."""
     return {
@@ -290,7 +266,7 @@ def _summary_at_start(
         "world_size": exchange.size,
         "controller": exchange.controller,
         "virtual_workers": virtual_workers,
-        "bucket_bytes": bucket_bytes,
+        "bucket_bytes": job.reduction.bucket_bytes,
         "epochs": 0,
         "steps": 0,
         "samples_seen": 0,
@@ -307,6 +283,7 @@ def _summary_at_start(
         "resumed_from": None,
         "repeatable_exchange": exchange.repeatable,
         "versions": versions(),
+        "machine": machine(job.device),
     }
 
 
@@ -320,5 +297,5 @@ def take_cause(folder: Path) -> str | None:
     return text
 
 
-def _describe(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

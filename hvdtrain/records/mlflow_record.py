@@ -41,8 +41,9 @@ class MlflowRecord:
             self._run, self._steps = existing.info.run_id, {}
             self._client.update_run(self._run, status="RUNNING")
         else:
-            name = self._directory.path.name
-            created = self._client.create_run(self._experiment(), run_name=name)
+            created = self._client.create_run(
+                self._experiment(), run_name=self._directory.path.name
+            )
             self._run = created.info.run_id
             self._directory.write_tracker("mlflow", {"run_id": self._run})
         self._add_options(existing.data.params if existing else {})
@@ -55,9 +56,8 @@ class MlflowRecord:
     def end(self, status: str, summary: dict[str, Any]) -> None:
         facts = dict(_flat("summary", summary))
         numbers = {n: v for n, v in facts.items() if isinstance(v, int | float)}
-        texts = {n: v for n, v in facts.items() if n not in numbers and v is not None}
         self._add_metrics(summary["steps"], numbers)
-        self._add_tags(texts)
+        self._add_tags({n: v for n, v in facts.items() if n not in numbers and v is not None})
         self._client.set_terminated(self._run, STATUSES.get(status, "FAILED"))
 
     def _find(self, run: str) -> Any:
@@ -92,9 +92,7 @@ class MlflowRecord:
             for name, value in values.items()
             if name not in held
         ]
-        for start in range(0, len(new), MOST_OTHERS):
-            part = new[start : start + MOST_OTHERS]
-            self._client.log_batch(self._run, params=part, synchronous=True)
+        self._log("params", new, MOST_OTHERS)
         changed = {n: v for n, v in values.items() if held.get(n, v) != v[:LONGEST_VALUE]}
         self._add_tags({f"resumed/{name}": value for name, value in changed.items()})
 
@@ -105,18 +103,20 @@ class MlflowRecord:
             for name, value in values.items()
             if not math.isinf(value)  # a database stores another number in its place
         ]
-        for start in range(0, len(metrics), MOST_METRICS):
-            part = metrics[start : start + MOST_METRICS]
-            self._client.log_batch(self._run, metrics=part, synchronous=True)
+        self._log("metrics", metrics, MOST_METRICS)
 
     def _add_tags(self, values: Mapping[str, Any]) -> None:
         tags = [
             self._entities.RunTag(_metric(name), str(value)[:LONGEST_VALUE])
             for name, value in values.items()
         ]
-        for start in range(0, len(tags), MOST_OTHERS):
-            part = tags[start : start + MOST_OTHERS]
-            self._client.log_batch(self._run, tags=part, synchronous=True)
+        self._log("tags", tags, MOST_OTHERS)
+
+    def _log(self, kind: str, entities: list[Any], most: int) -> None:
+        """Add params, metrics or tags (`kind`), at most so many in one call."""
+        for start in range(0, len(entities), most):
+            part = {kind: entities[start : start + most]}
+            self._client.log_batch(self._run, synchronous=True, **part)
 
     def _last_step(self, metric: str) -> int:
         """Return the last step of a metric that the store had before a resume, or 0."""

@@ -1,20 +1,28 @@
-"""The origin of a run: time, hosts, command, and the revision of the user's code."""
+"""The origin of a run: time, hosts, command, and the revision of the user's code; the machine and
+the software, which are compared on resume.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hvdtrain import __version__
 from hvdtrain.config.plugins import is_plugin
 from hvdtrain.log import moment
 from hvdtrain.pulse import COMMAND
+from hvdtrain.train.devices import describe
 
 GIT_LIMIT_S = 5.0  # for each call: on a network disk, git may take long to examine a large tree
 
@@ -60,8 +68,8 @@ def code_revision(code: Iterable[str | Path | None]) -> dict[str, Any] | None:
     """
     files = [_file_of(name) for name in code if name]
     for file in (*filter(None, files), None):
-        folder = file.parent if file else Path.cwd()
-        lines = (_git(folder, "rev-parse", "--show-toplevel", "HEAD") or "").splitlines()
+        output = _git(file.parent if file else Path.cwd(), "rev-parse", "--show-toplevel", "HEAD")
+        lines = (output or "").splitlines()
         if len(lines) == 2:
             return {
                 "folder": lines[0],
@@ -100,11 +108,10 @@ def _file_of(code: str | Path) -> Path | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """Return the output of a git command that changes nothing; None if it failed."""
-    quiet: Mapping[str, str] = {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
         return subprocess.run(
             ["git", "-C", str(folder), *arguments],
-            env=os.environ | quiet,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -115,3 +122,63 @@ def _git(folder: Path, *arguments: str) -> str | None:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of hvdtrain, Python and the libraries that compute and exchange."""
+    by_package = {
+        "hvdtrain": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    for package in ("horovod", "mpi4py"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            by_package[package] = importlib.metadata.version(package)
+    return by_package
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """Return what the bits of results depend on, besides the configuration and the data."""
+    processor = platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        models = (line.partition(":")[2].strip() for line in lines if line[:10] == "model name")
+        processor = next(models, processor)
+    return {
+        "processor": f"{processor}, {torch.backends.cpu.get_cpu_capability()}",
+        "compute_threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),
+        "device": describe(device),
+    }
+
+
+class GpuMeter:
+    """Memory and utilisation of this process's GPU; nothing on another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._has_utilisation = device, True
+
+    def read(self) -> dict[str, float]:
+        """Return the peak of allocated memory since the last call, and, as far as the driver's
+        library (the package nvidia-ml-py) is there, the utilisation of the last second.
+        """
+        if self._device.type == "cpu":
+            return {}
+        module = torch.get_device_module(self._device)
+        figures: dict[str, float] = {"memory_mib": module.max_memory_allocated(self._device) >> 20}
+        module.reset_peak_memory_stats(self._device)
+        if self._has_utilisation:
+            try:
+                figures["utilisation_percent"] = module.utilization(self._device)
+            except Exception:  # no library, another version of it, or the driver permits no reading
+                self._has_utilisation = False
+        return figures
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return a line for each property of the machine that has changed since `before`."""
+    return [
+        f"{name.replace('_', ' ')}: {value} then, {now.get(name)} now"
+        for name, value in before.items()
+        if now.get(name) != value
+    ]

@@ -18,11 +18,12 @@ from typing import Any
 from hvdtrain.audit.trace import StepConditions, TraceRecord
 from hvdtrain.config.options import read_recorded, train_options
 from hvdtrain.data.sketch import SKETCH
-from hvdtrain.documents import FIELD, lines_of, parse_json, read_json, refuse_newer, stamped
+from hvdtrain.documents import FIELD, HEAD, parse_json, read_json, refuse_newer, stamped
 from hvdtrain.errors import ReplayMismatch, UsageError
 from hvdtrain.files import json_ready
 from hvdtrain.log import counted, say
-from hvdtrain.records.directory import CONFIG, SUMMARY, TRACE, RunDirectory
+from hvdtrain.records.directory import RunDirectory
+from hvdtrain.records.folders import CHECKPOINTS, CONFIG, SUMMARY, TRACE, record_lines
 from hvdtrain.ring.orders import KnownOrder, order_named
 from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, read_manifest
 
@@ -51,11 +52,14 @@ class TraceFile:
 
     def append(self, record: TraceRecord) -> None:
         """Add a record to the chain."""
-        linked = json_ready(asdict(record) | {"previous": self.head["sha256"]})
-        chained = stamped(TRACE, linked)
+        linked = asdict(record) | {"previous": self.head["sha256"]}
+        chained = stamped(TRACE, json_ready(linked))
         self._directory.append(TRACE, chained)
-        records = self.head["records"] + 1
-        self.head = {"step": record.step, "records": records, "sha256": digest_of(chained)}
+        self.head = {
+            "step": record.step,
+            "records": self.head["records"] + 1,
+            "sha256": digest_of(chained),
+        }
 
     def sync(self) -> None:
         """Wait until all records are on disk, before a checkpoint names the last one."""
@@ -68,8 +72,7 @@ def origin_of(config: Mapping[str, Any], fingerprints: Sequence[Mapping[str, Any
     Options with their default are left out, so that one that a later version adds changes nothing;
     so are sketches of samples, which are not the same to the bit everywhere.
     """
-    options = train_options()
-    learns = {name: option.default for name, option in options.items() if option.learns}
+    learns = {name: option.default for name, option in train_options().items() if option.learns}
     learning = {n: v for n, v in config.items() if n in learns and v != learns[n]}
     data = [
         {
@@ -91,10 +94,11 @@ def read_trace(folder: Path) -> Iterator[dict[str, Any]]:
     path, before = folder / TRACE, 0
     if not path.exists():
         return
-    for number, line in enumerate(_lines_of(path), start=1):
+    for number, line in enumerate(record_lines(path), start=1):
         if not line.endswith("\n"):
-            text = "its last line is not complete, as a run that is killed leaves it: ignored"
-            say(f"{path}: {text}")
+            say(
+                f"{path}: its last line is not complete, as a run that is killed leaves it: ignored"
+            )
             return
         try:
             record = parse_json(line)
@@ -108,37 +112,33 @@ def read_trace(folder: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _lines_of(path: Path) -> Iterator[str]:
-    try:
-        yield from lines_of(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-
-
 class RecordedRun:
     """The folder of a run with a trace, to read."""
 
     def __init__(self, path: Path, needs_trace: bool = True) -> None:
         """Read configuration, summary and trace. Raises UsageError if a needed trace is missing."""
         self.path = path
-        self.config, self.summary = _read(path / CONFIG), _read(path / SUMMARY, needed=False)
+        self.config, self.summary = (
+            _read_document(path / CONFIG),
+            _read_document(path / SUMMARY, needed=False),
+        )
         self._chain = list(read_trace(path))
         if needs_trace and not self._chain:
             raise UsageError(f"{path}: has no trace: train with --trace-every")
         self.origin: str = self._chain[0]["previous"] if self._chain else ""
         self.records = [_as_record(record) for record in self._chain]
+        self.by_step = {record.step: record for record in self.records}
         # Later ones than the last are of a run that was resumed from an earlier one.
-        kept = Checkpoints(path / "checkpoints", keep=1)
-        by_step = {
-            int(checkpoint.name.partition("-")[2]): checkpoint
-            for checkpoint in reversed(kept.complete())
-        }
+        kept = Checkpoints(path / CHECKPOINTS, keep=1)
         newest = kept.last_step()
+        by_step = {int(saved.name.partition("-")[2]): saved for saved in reversed(kept.complete())}
         self.checkpoints = {
-            step: checkpoint
-            for step, checkpoint in by_step.items()
-            if newest is None or step <= newest
+            step: saved for step, saved in by_step.items() if newest is None or step <= newest
         }
+
+    def start_before(self, step: int) -> int:
+        """Return the step of the nearest checkpoint before `step`, or 0 for the beginning."""
+        return max(start for start in (0, *self.checkpoints) if start < step)
 
     def check(self) -> None:
         """Raise ReplayMismatch unless the chain is unbroken and contains every recorded head."""
@@ -160,7 +160,7 @@ class RecordedRun:
         for owner, head in heads.items():
             if not head:
                 continue
-            if not _is_head(head):
+            if not (head.keys() >= HEAD.keys() and head["records"] > 0):
                 raise ReplayMismatch(f"{owner}: its trace is not what a run writes: {head}")
             if head["records"] > len(digests):
                 raise ReplayMismatch(
@@ -195,15 +195,9 @@ class RecordedSegment:
     def computable(self, checkpoints: Iterable[int]) -> list[int]:
         """Return the steps that can be computed again from these checkpoints, or the beginning."""
         starts = {start for start in (0, *checkpoints) if start >= self.setting.since}
-        near = (
-            max((start for start in starts if start < step), default=None) for step in self.steps
-        )
-        pairs = zip(self.steps, near, strict=True)
-        return [
-            step
-            for step, start in pairs
-            if start is not None and (self.add_alike or start == step - 1)
-        ]
+        if not self.add_alike:
+            return [step for step in self.steps if step - 1 in starts]
+        return [step for step in self.steps if any(start < step for start in starts)]
 
 
 def segments(run: RecordedRun) -> list[RecordedSegment]:
@@ -227,7 +221,7 @@ def segment_of(run: RecordedRun, first: int, last: int) -> RecordedSegment:
     held = [
         stretch for stretch in recorded if any(first <= step <= last for step in stretch.steps)
     ] or recorded[-1:]
-    start = max(step for step in (0, *run.checkpoints) if step < first)
+    start = run.start_before(first)
     reason = ""
     if len(held) > 1 or start < held[0].setting.since:
         reason = "it was resumed with another setting on the way"
@@ -268,16 +262,7 @@ def _as_record(values: Any, after: int = 0) -> TraceRecord:
     return record
 
 
-def _is_head(head: Any) -> bool:
-    return (
-        isinstance(head, dict)
-        and isinstance(head.get("sha256"), str)
-        and all(type(head.get(name)) is int for name in ("step", "records"))
-        and head["records"] > 0
-    )
-
-
-def _read(path: Path, needed: bool = True) -> dict[str, Any]:
+def _read_document(path: Path, needed: bool = True) -> dict[str, Any]:
     """Return the configuration or the summary of a run. Raises UsageError."""
     try:
         return read_recorded(path) if path.name == CONFIG else read_json(path)

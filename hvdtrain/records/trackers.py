@@ -14,7 +14,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import refuse
 from hvdtrain.log import complain, say
 from hvdtrain.records.directory import RunDirectory
 from hvdtrain.records.mlflow_record import MlflowRecord
@@ -91,26 +91,20 @@ class Tracker:
     def _give_up(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
-            text = " ".join(str(error).split())
             complain(
                 f"hvdtrain: warning: --log-to {self._name}: the training goes on without it: "
-                f"{type(error).__name__}: {text}"
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
             )
 
 
 def check_trackers(names: str | None) -> None:
     """Raise UsageError, with all problems, if the library of a tracker is missing."""
-    problems = []
-    for name in names.split(",") if names else ():
-        # A folder of that name in the current one, such as wandb's own, counts as no library.
-        specs = [importlib.util.find_spec(module) for module in _libraries(name)]
-        if not all(spec is not None and spec.origin for spec in specs):
-            problems.append(
-                f"--log-to={names}: the library of {name} is not installed on the host of rank 0: "
-                f"pip install 'hvdtrain[{name}]'"
-            )
-    if problems:
-        raise UsageError(*problems)
+    refuse(
+        f"--log-to={names}: the library of {name} is not installed on the host of rank 0: "
+        f"pip install 'hvdtrain[{name}]'"
+        for name in (names.split(",") if names else ())
+        if not all(map(_is_installed, _libraries(name)))
+    )
 
 
 def open_trackers(
@@ -125,6 +119,12 @@ def open_trackers(
         Tracker(name, partial(RECORDS[name], directory, options, recorded))
         for name in (names.split(",") if names else ())
     ]
+
+
+def _is_installed(library: str) -> bool:
+    # A folder of that name in the current one, such as wandb's own, counts as no library.
+    spec = importlib.util.find_spec(library)
+    return spec is not None and spec.origin is not None
 
 
 def _libraries(name: str) -> tuple[str, ...]:

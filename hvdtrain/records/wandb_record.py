@@ -24,15 +24,13 @@ class WandbRecord:
         import wandb
 
         self._wandb = wandb
-        self._directory, self._options = directory, options
-        self._recorded = recorded
+        self._directory, self._options, self._recorded = directory, options, recorded
         self._run: Any = None
 
     def open(self) -> str:
-        held = self._directory.read_tracker("wandb").get("run_id")
-        run_id = held or secrets.token_hex(4)
-        if not held:
-            self._recorded = 0
+        run_id = self._directory.read_tracker("wandb").get("run_id")
+        if not run_id:
+            run_id, self._recorded = secrets.token_hex(4), 0
             self._directory.write_tracker("wandb", {"run_id": run_id})
         settings = self._wandb.setup().settings
         is_chosen = settings.mode != "online" or "WANDB_MODE" in os.environ

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hvdtrain.errors import UsageError
@@ -42,25 +45,37 @@ class Plot:
     caption: str
     figure: Figure
 
+    @cached_property
+    def png(self) -> bytes:
+        """The image, encoded as PNG."""
+        stream = io.BytesIO()
+        with warnings.catch_warnings():
+            # Letters that the font lacks are drawn as boxes; the page shows the name in full.
+            warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
+            self.figure.savefig(stream, format="png")
+        return stream.getvalue()
 
-@dataclass(frozen=True)
-class Look:
-    """The line style of one run, the same in every plot."""
-
-    colour: str
-    dash: Any
+    @property
+    def address(self) -> str:
+        """The image as a data: URL."""
+        return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
 
-def look_of(index: int) -> Look:
-    """Return the look of the run at `index`; the first 28 are distinct."""
-    turn = index // len(PALETTE)
-    return Look(PALETTE[index % len(PALETTE)], DASHES[turn % len(DASHES)])
+def look_of(index: int) -> dict[str, Any]:
+    """Return the line style of the run at `index`, the same in every plot; the first 28 are
+    distinct.
+    """
+    colour, dash = index % len(PALETTE), index // len(PALETTE) % len(DASHES)
+    return {"color": PALETTE[colour], "linestyle": DASHES[dash]}
 
 
 def new_figure(width: float = WIDTH, height: float = HEIGHT) -> Figure:
     """Return a figure outside pyplot, drawn by Agg when it is saved; sizes in inches."""
-    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)  # inches
-    return Figure(figsize=(width, height), dpi=DPI, layout=layout)
+    return Figure(
+        figsize=(width, height),
+        dpi=DPI,
+        layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08),  # inches
+    )
 
 
 def dress(axes: Axes, title: str, y_label: str, x_label: str = "step") -> None:
@@ -76,11 +91,26 @@ def dress(axes: Axes, title: str, y_label: str, x_label: str = "step") -> None:
 def dress_rows(axes: Axes, title: str, names: Sequence[str], x_label: str) -> None:
     """Set title and label of a plot with one row for each name, the first on top."""
     set_title(axes, title)
-    axes.set_xlabel(x_label)
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set(xlabel=x_label, ylim=(len(names) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
     _open_frame(axes, grid="x")
+
+
+def label_rows(axes: Axes, ends: Iterable[float], texts: Iterable[str], size: float) -> None:
+    """Write a text behind the end of each row of `dress_rows`; `size`: of the font."""
+    for row, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        set_text(
+            axes.annotate(
+                text,
+                (end, row),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                color=GREY,
+                fontsize=size,
+            )
+        )
 
 
 def _open_frame(axes: Axes, grid: Literal["both", "x"]) -> None:
@@ -94,9 +124,10 @@ def set_title(axes: Axes, title: str) -> None:
     set_text(axes.set_title(title, loc="left", fontsize=11, fontweight="bold"))
 
 
-def set_text(text: Any) -> None:
+def set_text(*texts: Text) -> None:
     """Turn off mathematical notation: names from files may contain dollar signs."""
-    text.set_parse_math(False)
+    for text in texts:
+        text.set_parse_math(False)
 
 
 def shorten(name: str) -> str:
@@ -111,12 +142,10 @@ def name_runs(figure: Figure, names: Sequence[str], indexes: Sequence[int]) -> N
     if len(names) < 2:
         return
     labels = [shorten(names[i]) for i in indexes]
-    looks = [look_of(i) for i in indexes]
-    handles = [Line2D([], [], color=x.colour, linestyle=x.dash, linewidth=2.5) for x in looks]
+    handles = [Line2D([], [], linewidth=2.5, **look_of(i)) for i in indexes]
     longest = max(map(len, labels))
     columns = 1 if longest > 36 else 2 if longest > 20 else 3
-    rows = math.ceil(len(labels) / columns)
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * rows)
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(labels) / columns))
     legend = legend_below(
         figure,
         handles,
@@ -126,22 +155,31 @@ def name_runs(figure: Figure, names: Sequence[str], indexes: Sequence[int]) -> N
     )
     for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_text(label)
-        set_text(text)
+    set_text(*legend.get_texts())
 
 
 def legend_below(
     figure: Figure, handles: Sequence[Any], labels: Sequence[str], **style: Any
 ) -> Legend:
     """Return a new legend in one row under the plot; `style` overrides options of the legend."""
-    row: dict[str, Any] = {"ncols": len(labels), "frameon": False, "fontsize": 9}
-    return figure.legend(handles, labels, loc="outside lower center", **(row | style))
+    style = {"ncols": len(labels), "frameon": False, "fontsize": 9} | style
+    return figure.legend(handles, labels, loc="outside lower center", **style)
 
 
 def name_kinds(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Add a legend of the kinds of line, beside the title."""
-    style: dict[str, Any] = {"bbox_to_anchor": (1, 1), "borderaxespad": 0.1, "frameon": False}
-    style |= {"ncols": len(labels), "handlelength": 1.6, "columnspacing": 1.0, "fontsize": 8}
-    axes.legend(handles, labels, loc="lower right", **style)
+    axes.legend(
+        handles,
+        labels,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        borderaxespad=0.1,
+        frameon=False,
+        ncols=len(labels),
+        handlelength=1.6,
+        columnspacing=1.0,
+        fontsize=8,
+    )
 
 
 def is_wide(values: Iterable[float]) -> bool:
@@ -150,35 +188,20 @@ def is_wide(values: Iterable[float]) -> bool:
     return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= LOG_FROM
 
 
-def write_plots(plots: Iterable[Plot], folder: Path) -> list[Path]:
-    """Write each plot to `folder` as a PNG file. Raises UsageError as `write_files`."""
-    return write_files(((f"{plot.name}.png", to_png(plot.figure)) for plot in plots), folder)
-
-
-def write_files(files: Iterable[tuple[str, str | bytes]], folder: Path) -> list[Path]:
-    """Write files, given as (name, content), to `folder`, which is created; return their paths.
-
-    Raises UsageError where the folder or a file cannot be written.
+def write_plots(
+    plots: Iterable[Plot], folder: Path, pages: Mapping[str, str] | None = None
+) -> list[Path]:
+    """Write each plot to `folder`, which is created, as a PNG file, then `pages` by their names;
+    return the paths. Raises UsageError where the folder or a file cannot be written.
     """
-    paths = []
+    files = {f"{plot.name}.png": plot.png for plot in plots} | dict(pages or {})
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files:
-            paths.append(folder / name)
-            write_new(paths[-1], content)
+        for name, content in files.items():
+            write_new(folder / name, content)
     except OSError as error:
-        reason = error.strerror or error
         raise UsageError(
-            f"--output={folder}: cannot be written: {reason}; choose another --output"
+            f"--output={folder}: cannot be written: {error.strerror or error}; "
+            "choose another --output"
         ) from error
-    return paths
-
-
-def to_png(figure: Figure) -> bytes:
-    """Return the figure encoded as PNG."""
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        # Letters that the font lacks are drawn as boxes; the page shows the name in full.
-        warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
-        figure.savefig(stream, format="png")
-    return stream.getvalue()
+    return [folder / name for name in files]

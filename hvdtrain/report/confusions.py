@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hvdtrain.report.charts import (
-    GREY,
     PALETTE,
     ROW_HEIGHT,
     WIDTH,
     Plot,
     dress_rows,
+    label_rows,
     new_figure,
     set_text,
     set_title,
@@ -51,8 +50,9 @@ class Confusions:
     @property
     def right(self) -> np.ndarray:
         """The number of samples of each class that were classified correctly."""
-        counts = np.where(self.true == self.predicted, self.counts, 0)
-        return np.bincount(self.true, counts, len(self.names))
+        return np.bincount(
+            self.true, np.where(self.true == self.predicted, self.counts, 0), len(self.names)
+        )
 
     def worst_pairs(self) -> np.ndarray:
         """Return the numbers of the wrong pairs, the most frequent first; of equals, that with the
@@ -74,14 +74,12 @@ def draw_confusions(runs: Sequence[Run]) -> list[Plot]:
     """Return a plot for each run that has counted confusions."""
     plots = []
     for i, run in enumerate(runs, start=1):
-        if (held := read_confusions(run)) is None:
-            continue
-        alone, is_matrix = len(runs) == 1, len(held.names) <= MOST_DRAWN
-        name = "confusion" if alone else f"confusion-{i}"
-        kind = "Confusion matrix" if is_matrix else "Worst confusions"
-        title = kind if alone else f"{kind}: {run.name}"
-        figure = (_draw_matrix if is_matrix else _draw_worst)(held, shorten(title))
-        plots.append(Plot(name, title, _describe(run, held), figure))
+        if held := read_confusions(run):
+            number, of_run = ("", "") if len(runs) == 1 else (f"-{i}", f": {run.name}")
+            is_matrix = len(held.names) <= MOST_DRAWN
+            title = ("Confusion matrix" if is_matrix else "Worst confusions") + of_run
+            figure = (_draw_matrix if is_matrix else _draw_worst)(held, shorten(title))
+            plots.append(Plot(f"confusion{number}", title, _describe(run, held), figure))
     return plots
 
 
@@ -106,11 +104,9 @@ def read_confusions(run: Run) -> Confusions | None:
     is_class = (pairs == np.floor(pairs)) & (pairs >= 0) & (pairs < classes)
     if not is_class.all() or not counts.sum() > 0:
         return None
-    names: Any = run.evaluation.get("classes")
-    if not isinstance(names, list) or len(names) != classes:
-        names = range(classes)
-    true, predicted = pairs.astype(np.int64)
-    return Confusions([str(name) for name in names], true, predicted, counts)
+    names, (true, predicted) = run.evaluation.get("classes", []), pairs.astype(np.int64)
+    numbered = names if len(names) == classes else range(classes)
+    return Confusions([str(name) for name in numbered], true, predicted, counts)
 
 
 def _draw_matrix(held: Confusions, title: str) -> Figure:
@@ -122,19 +118,27 @@ def _draw_matrix(held: Confusions, title: str) -> Figure:
     axes = figure.add_subplot()
     of_true_class = counts.sum(axis=1, keepdims=True)
     shares = np.divide(counts, of_true_class, out=np.zeros_like(counts), where=of_true_class > 0)
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    bar = figure.colorbar(image, ax=axes, shrink=0.75, label="share of the true class")
+    bar = figure.colorbar(
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1),
+        ax=axes,
+        shrink=0.75,
+        label="share of the true class",
+    )
     bar.outline.set_visible(False)
     set_title(axes, title)
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
+    axes.set(xlabel="predicted class", ylabel="true class")
     _name_classes(axes, classes)
     if len(classes) <= MOST_COUNTED:
-        font = 9 if len(counts) <= 12 else 6.5
         for row, column in np.argwhere(counts > 0):  # without zeros, errors stand out
-            colour = "white" if shares[row, column] > DARK else "black"
-            text = f"{counts[row, column]:.0f}"
-            axes.text(column, row, text, ha="center", va="center", fontsize=font, color=colour)
+            axes.text(
+                column,
+                row,
+                f"{counts[row, column]:.0f}",
+                ha="center",
+                va="center",
+                fontsize=9 if len(counts) <= 12 else 6.5,
+                color="white" if shares[row, column] > DARK else "black",
+            )
     return figure
 
 
@@ -146,11 +150,9 @@ def _name_classes(axes: Axes, classes: list[str]) -> None:
         return
     labels = [shorten(name) for name in classes]
     places, size = range(len(classes)), 9 if len(classes) <= MOST_COUNTED else 7
-    slanted = max(map(len, labels)) > 2
-    axes.set_xticks(places, labels, fontsize=size, rotation=90 if slanted else 0)
+    axes.set_xticks(places, labels, fontsize=size, rotation=90 if max(map(len, labels)) > 2 else 0)
     axes.set_yticks(places, labels, fontsize=size)
-    for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        set_text(text)
+    set_text(*axes.get_xticklabels(), *axes.get_yticklabels())
 
 
 def _draw_worst(held: Confusions, title: str) -> Figure:
@@ -159,40 +161,29 @@ def _draw_worst(held: Confusions, title: str) -> Figure:
     pairs, classes = held.worst_pairs()[:MOST_LISTED], held.worst_classes()[:MOST_LISTED]
     heights = [len(rows) for rows in (pairs, classes) if len(rows)]
     figure = new_figure(WIDTH, sum(heights) * ROW_HEIGHT + len(heights))
-    panels = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
+    panels = iter(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
     if len(pairs):
-        of_pairs = [(held.true[pair], held.predicted[pair], held.counts[pair]) for pair in pairs]
-        labels = [
-            f"{shorten(names[true])}\ntaken for {shorten(names[predicted])}"
-            for true, predicted, _ in of_pairs
-        ]
-        texts = [f"{count:,.0f} of {samples[true]:,.0f}" for true, _, count in of_pairs]
-        axes = panels.pop(0)
-        _draw_rows(axes, "Most frequent errors", labels, [count for *_, count in of_pairs], texts)
-        axes.set_xlabel("samples")
-    labels = [shorten(names[index]) for index in classes]
-    texts = [f"{right[index]:,.0f} of {samples[index]:,.0f}" for index in classes]
-    _draw_rows(
-        panels[0], "Least accurate classes", labels, right[classes] / samples[classes], texts
-    )
-    panels[0].set_xlabel("accuracy (part of the class's samples)")
+        true, counts = held.true[pairs], held.counts[pairs]
+        both = zip(true, held.predicted[pairs], strict=True)
+        labels = [f"{shorten(names[a])}\ntaken for {shorten(names[b])}" for a, b in both]
+        axes = next(panels)
+        dress_rows(axes, "Most frequent errors", labels, "samples")
+        _draw_bars(axes, counts, counts, samples[true])
+    axes, labels = next(panels), [shorten(names[index]) for index in classes]
+    dress_rows(axes, "Least accurate classes", labels, "accuracy (part of the class's samples)")
+    _draw_bars(axes, right[classes] / samples[classes], right[classes], samples[classes])
     set_text(figure.suptitle(title, x=0.02, ha="left", fontsize=11, fontweight="bold"))
     return figure
 
 
-def _draw_rows(
-    axes: Axes, title: str, labels: list[str], values: Sequence[float], texts: list[str]
-) -> None:
-    """Draw a bar for each label, the first on top, with a text behind it."""
-    dress_rows(axes, title, labels, "")
+def _draw_bars(axes: Axes, values: np.ndarray, parts: np.ndarray, wholes: np.ndarray) -> None:
+    """Draw a bar of a value in each row, and "part of whole" behind it."""
     axes.tick_params(axis="y", labelsize=7)
-    for label in axes.get_yticklabels():
-        set_text(label)
+    set_text(*axes.get_yticklabels())
     axes.barh(range(len(values)), values, 0.7, color=PALETTE[0])
     axes.set_xlim(0, max(values) * ROOM or 1)
-    style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7}
-    for row, (value, text) in enumerate(zip(values, texts, strict=True)):
-        axes.annotate(text, (value, row), (4, 0), color=GREY, **style)
+    pairs = zip(parts, wholes, strict=True)
+    label_rows(axes, values, (f"{part:,.0f} of {whole:,.0f}" for part, whole in pairs), 7)
 
 
 def _describe(run: Run, held: Confusions) -> str:
@@ -202,6 +193,8 @@ def _describe(run: Run, held: Confusions) -> str:
     text = f"{when}{right:,.0f} of {total:,.0f} classified correctly"
     if len(worst := held.worst_pairs()):
         true, predicted = held.true[worst[0]], held.predicted[worst[0]]
-        text += f"; the most frequent error ({held.counts[worst[0]]:,.0f}): "
-        text += f"{held.names[true]} was taken for {held.names[predicted]}"
+        text += (
+            f"; the most frequent error ({held.counts[worst[0]]:,.0f}): "
+            f"{held.names[true]} was taken for {held.names[predicted]}"
+        )
     return text + "."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,26 +11,13 @@ import jinja2
 import yaml
 
 from hvdtrain import __version__
-from hvdtrain.report.charts import Plot, look_of, to_png, write_files
+from hvdtrain.report.charts import look_of, write_plots
 from hvdtrain.report.plots import draw_plots
 from hvdtrain.report.runs import Record, Run, number
 
 PAGE = "index.html"
 NOTHING = "–"
 HASH_LETTERS = 12
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A plot and its image."""
-
-    plot: Plot
-    png: bytes
-
-    @property
-    def address(self) -> str:
-        """Return the image as a data: URL."""
-        return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
 
 @dataclass(frozen=True)
@@ -43,36 +29,24 @@ class Table:
 
 
 def write_report(runs: Sequence[Run], folder: Path) -> Path:
-    """Write plots and page to the folder, the page last; return the path of the page."""
+    """Write plots and page to the folder, the page last; return the path of the page.
+
+    Raises UsageError where they cannot be written.
+    """
     plots, absent = draw_plots(runs)
-    pictures = take_pictures(plots)
     template = templates().get_template("page.html.jinja")
     page = template.render(
         title=f"{len(runs)} runs compared" if len(runs) > 1 else f"Run {runs[0].name}",
         results=compare_runs(runs),
-        colours=[look_of(i).colour for i in range(len(runs))],
+        colours=[look_of(i)["color"] for i in range(len(runs))],
         notes=[(run.name, notes) for run in runs if (notes := notes_of(run))],
         options=compare_options(runs),
         alone=len(runs) == 1,
-        pictures=pictures,
+        plots=plots,
         absent=absent,
         version=__version__,
     )
-    return save(page, pictures, folder)
-
-
-def take_pictures(plots: Sequence[Plot]) -> list[Picture]:
-    """Render the plots as images."""
-    return [Picture(plot, to_png(plot.figure)) for plot in plots]
-
-
-def save(page: str, pictures: Sequence[Picture], folder: Path) -> Path:
-    """Write images and page to the folder, the page last; return the path of the page.
-
-    Raises UsageError where they cannot be written.
-    """
-    images = [(f"{picture.plot.name}.png", picture.png) for picture in pictures]
-    return write_files([*images, (PAGE, page)], folder)[-1]
+    return write_plots(plots, folder, {PAGE: page})[-1]
 
 
 def templates(*folders: Path) -> jinja2.Environment:
@@ -90,14 +64,15 @@ def compare_runs(runs: Sequence[Run]) -> Table:
     """Return the table of results, one column per run."""
     metrics = list(dict.fromkeys(name for run in runs for name in _evaluated(run)))
     results = [_results_of(run, metrics) for run in runs]
-    rows = [(name, [one[name] for one in results]) for name in results[0]]
-    return Table([run.name for run in runs], rows)
+    return Table(
+        columns=[run.name for run in runs],
+        rows=[(name, [one[name] for one in results]) for name in results[0]],
+    )
 
 
 def _results_of(run: Run, metrics: Sequence[str]) -> dict[str, str]:
     """Return a cell for each row; `metrics`: the valid_* values of all runs."""
-    final, reached, audit = _final(run), _reached(run), _audit(run)
-    evaluated = _evaluated(run)
+    final, reached, audit, evaluated = _final(run), _reached(run), _audit(run), _evaluated(run)
     speed_form = ".3g" if number(run.summary, "samples_per_s") < 100 else ",.0f"
     return {
         "status": _status_of(run),
@@ -125,8 +100,10 @@ def compare_options(runs: Sequence[Run]) -> Table:
     Runs without a configuration are left out, as they would differ in everything.
     """
     configured = [run for run in runs if run.config]
-    names = dict.fromkeys(name for run in configured for name in run.config)
-    rows = [(name, [_option(run, name) for run in configured]) for name in names]
+    rows = [
+        (name, [_option(run, name) for run in configured])
+        for name in dict.fromkeys(name for run in configured for name in run.config)
+    ]
     if len(configured) > 1:
         rows = [(name, values) for name, values in rows if len(set(values)) > 1]
     return Table(["value"] if len(runs) == 1 else [run.name for run in configured], rows)
@@ -145,11 +122,10 @@ def notes_of(run: Run) -> list[str]:
     """Return remarks on the results: missing files, missing plots, errors."""
     notes = list(run.notes)
     if run.epochs and not run.steps:
-        interval = _text(run.config, "log_interval")
         notes.append(
             "no throughput, time per phase and learning rate: no step was logged, as the run "
-            f"reached step {_show(_reached(run), 'steps')}, and --log-interval was {interval}. "
-            "Choose a smaller one"
+            f"reached step {_show(_reached(run), 'steps')}, and --log-interval was "
+            f"{_text(run.config, 'log_interval')}. Choose a smaller one"
         )
     if run.went_on:
         notes.append(
@@ -188,20 +164,18 @@ def _evaluated(run: Run) -> Record:
 
 def _best(summary: Record) -> str:
     """Return the best result as text, e.g. 'valid accuracy 0.96 at step 207'."""
-    held = summary.get("best")
-    best: Record = held if isinstance(held, dict) else {}
+    best: Record = summary.get("best") or {}
     names = [name for name in best if name.startswith("valid_")]
     if not names:
         return NOTHING
-    figure = _show(best, names[0], ".4g")
-    return f"{names[0].replace('_', ' ')} {figure} at step {_show(best, 'step')}"
+    return (
+        f"{names[0].replace('_', ' ')} {_show(best, names[0], '.4g')} at step {_show(best, 'step')}"
+    )
 
 
 def _audit(run: Run) -> Record:
     """Return the totals of audits, of the summary or else of the records; empty without audits."""
-    audit = _final(run).get("audit")
-    if not isinstance(audit, dict):
-        audit = run.audited
+    audit: Record = _final(run).get("audit", run.audited)
     return audit if audit.get("checked") else {}
 
 

@@ -52,6 +52,17 @@ MANY = 4
 
 
 Style = dict[str, Any]  # of a line of matplotlib
+# Of a metric: the records, the prefix of its name there, and label and style of the lines.
+CURVES: tuple[tuple[str, str, str, Style], ...] = (
+    ("steps", "train_", "train, by step", {"linewidth": 0.9, "alpha": 0.5}),
+    (
+        "epochs",
+        "train_",
+        "train, by epoch",
+        {"linewidth": 1.0, "marker": "o", "markersize": 4, "markerfacecolor": "white"},
+    ),
+    ("evaluations", "valid_", "valid", {"marker": "D", "markersize": 4}),
+)
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,10 @@ def draw_plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
         "audits": [draw_audits(runs)],
         "confusion matrix": draw_confusions(runs),
     }
-    plots = [plot for group in drawn.values() for plot in group if plot]
-    return plots, [what for what, group in drawn.items() if not any(group)]
+    return (
+        [plot for group in drawn.values() for plot in group if plot],
+        [what for what, group in drawn.items() if not any(group)],
+    )
 
 
 def _metrics_of(run: Run) -> list[str]:
@@ -95,53 +108,75 @@ def _metrics_of(run: Run) -> list[str]:
 
 def draw_metric(runs: Sequence[Run], metric: str) -> Plot | None:
     """Plot a metric, or the loss, in training and validation."""
-    thin = {"linewidth": 0.9, "alpha": 0.5}
-    round_marks = {"linewidth": 1.0, "marker": "o", "markersize": 4, "markerfacecolor": "white"}
-    diamonds = {"marker": "D", "markersize": 4}
     lines = [
-        *_lines(runs, "steps", f"train_{metric}", "train, by step", thin),
-        *_lines(runs, "epochs", f"train_{metric}", "train, by epoch", round_marks),
-        *_lines(runs, "evaluations", f"valid_{metric}", "valid", diamonds),
+        line
+        for records, prefix, label, style in CURVES
+        for line in _lines(runs, records, prefix + metric, label, style)
     ]
     title = metric.replace("_", " ").capitalize()
     what, label = UNITS.get(metric, (title, metric))
-    caption = f"{what}: thin by logged step, round by epoch, diamonds in validation."
-    return _draw(runs, lines, metric, title, label, caption)
+    return _draw(
+        runs,
+        lines,
+        name=metric,
+        title=title,
+        label=label,
+        caption=f"{what}: thin by logged step, round by epoch, diamonds in validation.",
+    )
 
 
 def draw_throughput(runs: Sequence[Run]) -> Plot | None:
     """Plot samples per second over all workers."""
-    lines = _lines(runs, "steps", "samples_per_s")
-    caption = "Samples per second over all workers, since the logged step before."
-    plot = _draw(runs, lines, "throughput", "Throughput", "samples per second", caption)
-    if plot and plot.figure.axes[0].get_yscale() == "linear":
-        plot.figure.axes[0].set_ylim(bottom=0)
-    return plot
+    return _draw(
+        runs,
+        _lines(runs, "steps", "samples_per_s"),
+        name="throughput",
+        title="Throughput",
+        label="samples per second",
+        caption="Samples per second over all workers, since the logged step before.",
+        from_zero=True,
+    )
 
 
 def draw_learning_rate(runs: Sequence[Run]) -> Plot | None:
     """Plot the learning rate."""
-    lines = _lines(runs, "steps", "lr")
-    caption = "The learning rate that the optimizer used at each logged step."
-    plot = _draw(runs, lines, "learning-rate", "Learning rate", "learning rate", caption)
-    if plot:
-        plot.figure.axes[0].set(yscale="linear", ylim=(0, None))
-    return plot
+    return _draw(
+        runs,
+        _lines(runs, "steps", "lr"),
+        name="learning-rate",
+        title="Learning rate",
+        label="learning rate",
+        caption="The learning rate that the optimizer used at each logged step.",
+        from_zero=True,
+        may_be_log=False,
+    )
 
 
 def draw_audits(runs: Sequence[Run]) -> Plot | None:
     """Plot the worst error over bound of each audit; rounding does not explain values above 1."""
-    style = {"marker": "o", "markersize": 3}
-    lines = _lines(runs, "audits", "worst_error_over_bound", style=style)
-    caption = "Above 1, rounding cannot explain a difference between gradients and reference."
-    plot = _draw(runs, lines, "audit", "Audit", "worst error ÷ rounding bound", caption)
+    lines = _lines(runs, "audits", "worst_error_over_bound", style={"marker": "o", "markersize": 3})
+    plot = _draw(
+        runs,
+        lines,
+        name="audit",
+        title="Audit",
+        label="worst error ÷ rounding bound",
+        caption="Above 1, rounding cannot explain a difference between gradients and reference.",
+    )
     if not plot:
         return None
     axes = plot.figure.axes[0]
     axes.axhline(1, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
-    at: Style = {"xytext": (-2, 2), "textcoords": "offset points", "ha": "right"}
-    at |= {"xycoords": ("axes fraction", "data"), "fontsize": 8, "color": GREY}
-    axes.annotate("bound", (1, 1), **at)
+    axes.annotate(
+        "bound",
+        (1, 1),
+        xytext=(-2, 2),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color=GREY,
+    )
     if is_wide([1.0, *(value for line in lines for value in line.values)]):
         axes.set_yscale("log")
     else:
@@ -163,17 +198,29 @@ def _lines(
     for index, run in enumerate(runs):
         records = [record for record in getattr(run, source) if name in record]
         values = [number(record, name) for record in records]
-        steps = [number(record, "step") for record in records]
         # Audits are kept without one: a failed audit is marked even if its ratio is infinite.
         if any(map(math.isfinite, values)) or (values and source == "audits"):
+            steps = [number(record, "step") for record in records]
             lines.append(Line(index, label, style or {}, steps, values))
     return lines
 
 
 def _draw(
-    runs: Sequence[Run], lines: Sequence[Line], name: str, title: str, label: str, caption: str
+    runs: Sequence[Run],
+    lines: Sequence[Line],
+    *,
+    name: str,
+    title: str,
+    label: str,
+    caption: str,
+    from_zero: bool = False,
+    may_be_log: bool = True,
 ) -> Plot | None:
-    """Plot the lines; return None where there are none."""
+    """Plot the lines; return None where there are none.
+
+    `label`: of the y axis, which is logarithmic for values that are far apart, if it `may_be_log`;
+    else it begins at 0 if `from_zero`.
+    """
     if not lines:
         return None
     figure = new_figure()
@@ -181,11 +228,12 @@ def _draw(
     for line in lines:
         _plot(axes, line, len(runs))
     dress(axes, title, label)
-    if is_wide([value for line in lines for value in line.values]):
+    if may_be_log and is_wide([value for line in lines for value in line.values]):
         axes.set_yscale("log")
-    styles = {line.label: line.style for line in lines if line.label}
-    if styles:
-        colour = look_of(0).colour if len(runs) == 1 else GREY
+    elif from_zero:
+        axes.set_ylim(bottom=0)
+    if styles := {line.label: line.style for line in lines if line.label}:
+        colour = look_of(0)["color"] if len(runs) == 1 else GREY
         handles = [Line2D([], [], color=colour, **style) for style in styles.values()]
         name_kinds(axes, handles, list(styles))
     name_runs(figure, [run.name for run in runs], sorted({line.run for line in lines}))
@@ -193,14 +241,13 @@ def _draw(
 
 
 def _plot(axes: Axes, line: Line, runs: int) -> None:
-    look = look_of(line.run)
     style: Style = {"linewidth": LINE_WIDTH, **line.style}
     if len(line.steps) <= FEW:
         style = {"marker": ".", "markersize": 4, **style}
     # Equal runs all stay visible: each is drawn thinner than those below it.
     wider = 1 + min(runs - 1, MOST_WIDER) * (1 - line.run / max(runs - 1, 1))
     style |= {name: style[name] * wider for name in ("linewidth", "markersize") if name in style}
-    axes.plot(line.steps, line.values, color=look.colour, linestyle=look.dash, **style)
+    axes.plot(line.steps, line.values, **look_of(line.run), **style)
 
 
 class Times(NamedTuple):
@@ -227,16 +274,19 @@ def draw_phases(runs: Sequence[Run]) -> Plot | None:
         _stack(axes, times, factor)
         title = "Time per step" if len(runs) == 1 else f"Time per step: {shorten(times.name)}"
         dress(axes, title, f"{unit} per step", "step" if axes is panels[-1] else "")
-    panels[0].set_xlim(min(t.edges[0] for t in measured), max(t.edges[-1] for t in measured))
-    panels[0].set_ylim(0, longest * factor * 1.05)
-    handles = [Patch(color=colour) for colour in PHASE_COLOURS.values()]
-    legend_below(figure, handles, list(PHASE_COLOURS))
+    first, last = min(t.edges[0] for t in measured), max(t.edges[-1] for t in measured)
+    panels[0].set(xlim=(first, last), ylim=(0, longest * factor * 1.05))
+    legend_below(figure, [Patch(color=c) for c in PHASE_COLOURS.values()], list(PHASE_COLOURS))
     shares = [
         f"{times.exchange_share:.0%}" + ("" if len(runs) == 1 else f" in {times.name}")
         for times in measured
     ]
-    caption = f"Mean time of a step by phase. The exchange takes {'; '.join(shares)}."
-    return Plot("phases", "Time per step", caption, figure)
+    return Plot(
+        name="phases",
+        title="Time per step",
+        caption=f"Mean time of a step by phase. The exchange takes {'; '.join(shares)}.",
+        figure=figure,
+    )
 
 
 def _times_of(run: Run) -> Times | None:

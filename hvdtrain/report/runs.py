@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.options import read_recorded
 from hvdtrain.documents import lines_of, parse_json, read_json, refuse_newer
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, refuse
 from hvdtrain.log import shown
+from hvdtrain.records.folders import AUDITS, CONFIG, EVALUATION, METRICS, SUMMARY
 
-CONFIG = "config.yaml"
-SUMMARY = "summary.json"
-METRICS = "metrics.jsonl"
-AUDITS = "audit.jsonl"
-EVALUATION = "evaluation.json"
 FILES = (CONFIG, SUMMARY, METRICS, AUDITS, EVALUATION)
 
 MOST_RECORDS = 5000  # more than a plot has pixels
@@ -51,16 +48,15 @@ class Run:
     @property
     def went_on(self) -> bool:
         """Whether the run was resumed after the end that its summary describes."""
-        last_step = max((record["step"] for record in self.steps + self.epochs), default=0)
-        return number(self.summary, "steps") < last_step  # False for NaN
+        logged = (record["step"] for record in self.steps + self.epochs)
+        return number(self.summary, "steps") < max(logged, default=0)  # False for NaN
 
 
 def number(record: Record, name: str) -> float:
     """Return a value as a float; NaN where it is missing, no number or not finite."""
-    value = record.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return math.nan
-    return float(value) if abs(value) <= sys.float_info.max else math.nan
+    value: Any = record.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else math.nan
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -81,8 +77,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             reason = getattr(error, "strerror", None) or error
             advice = "; check its permissions" if isinstance(error, PermissionError) else ""
             problems.append(f"RUN={path}: cannot be read: {reason}{advice}")
-    if problems:
-        raise UsageError(*problems)
+    refuse(problems)
     return [
         replace(run, name=shown(_distinct_name(folder, folders)))
         for run, folder in zip(runs, folders, strict=True)
@@ -97,17 +92,22 @@ def _distinct_name(folder: Path, folders: Sequence[Path]) -> str:
     return "/".join(folder.parts[-depth:])
 
 
-def _read_run(path: Path) -> Run:
+def _files_of(path: Path) -> set[str]:
+    """Return the names of the files of a run in a folder. Raises UsageError without any."""
     if not path.exists():
         raise UsageError(f"RUN={path}: does not exist; give the folder of a run, runs/EXPERIMENT")
     if not path.is_dir():
         raise UsageError(f"RUN={path}: is not a folder; give the one that holds the run's files")
-    present = {name for name in FILES if (path / name).exists()}
-    if not present:
-        raise UsageError(
-            f"RUN={path}: is not a run: it holds none of {', '.join(FILES)}; "
-            "give the folder of one run, runs/EXPERIMENT"
-        )
+    if present := {name for name in FILES if (path / name).exists()}:
+        return present
+    raise UsageError(
+        f"RUN={path}: is not a run: it holds none of {', '.join(FILES)}; "
+        "give the folder of one run, runs/EXPERIMENT"
+    )
+
+
+def _read_run(path: Path) -> Run:
+    present = _files_of(path)
     notes = [f"{name} is missing: {why}" for name, why in _MISSED.items() if name not in present]
     steps, audits = Thinned("train_loss"), Thinned("worst_error_over_bound")
     epochs: list[Record] = []
@@ -122,12 +122,12 @@ def _read_run(path: Path) -> Run:
             evaluations.append(record)
     for record in _records(path / AUDITS, notes):
         audits.add(record, always=record.get("ok") is False)
-    for name, thinned in ((METRICS, steps), (AUDITS, audits)):
-        if len(thinned.records) < thinned.count:
-            notes.append(
-                f"{name}: of {thinned.count:,} records those with the highest and the lowest "
-                f"{thinned.figure} of each {thinned.stride:,} are shown"
-            )
+    notes += [
+        f"{name}: of {thinned.count:,} records those with the highest and the lowest "
+        f"{thinned.figure} of each {thinned.stride:,} are shown"
+        for name, thinned in ((METRICS, steps), (AUDITS, audits))
+        if len(thinned.records) < thinned.count
+    ]
     return Run(
         name=path.name,
         config=_read_mapping(path / CONFIG, notes),
@@ -176,8 +176,7 @@ class Thinned:
         self.count += 1
         self.marked += always
         self._last = record
-        value = number(record, self.figure)
-        self.highest = max(self.highest, value) if math.isfinite(value) else self.highest
+        self.highest = max(self.highest, number(record, self.figure))  # NaN is never the larger
         if always and self.marked <= MOST_RECORDS:
             self._always.append(record)
             return
@@ -186,8 +185,11 @@ class Thinned:
             self._kept += self._ends(self._stretch)
             self._stretch = []
         if len(self._kept) > 2 * MOST_RECORDS:
-            parts = (self._kept[at : at + 4] for at in range(0, len(self._kept), 4))
-            self._kept = [record for part in parts for record in self._ends(part)]
+            self._kept = [
+                record
+                for start in range(0, len(self._kept), 4)
+                for record in self._ends(self._kept[start : start + 4])
+            ]
             self.stride *= 2 if self.stride > 1 else 4
 
     @property
@@ -207,14 +209,20 @@ class Thinned:
 
 
 def _records(path: Path, notes: list[str]) -> Iterator[Record]:
-    """Yield the records of a `.jsonl` file; invalid lines are left out, with a note."""
+    """Yield the records of a `.jsonl` file; lines that are truncated or have no step are left out,
+    with a note. Raises UsageError for a newer format.
+    """
     if not path.exists():
         return
     bad, last = [], 0
     try:
         for last, line in enumerate(lines_of(path), start=1):
-            record = _parse_record(path, last, line)
-            if record is None:
+            record: Record = {}
+            with suppress(ValueError):
+                parsed = parse_json(line)
+                refuse_newer(path, parsed, last)
+                record = parsed
+            if math.isnan(number(record, "step")):
                 bad.append(last)
             else:
                 yield record
@@ -223,17 +231,5 @@ def _records(path: Path, notes: list[str]) -> Iterator[Record]:
     if bad == [last]:
         notes.append(f"{path.name}:{last}: the last line was cut short, and was left out")
     elif bad:
-        places = ", ".join(map(str, bad[:3])) + (", ..." if len(bad) > 3 else "")
-        notes.append(f"{path.name}: {len(bad)} damaged lines were left out: {places}")
-
-
-def _parse_record(path: Path, line_number: int, line: str) -> Record | None:
-    """Return the object of a line; None where it is truncated or has no step. Raises UsageError for
-    a newer format.
-    """
-    try:
-        record = parse_json(line)
-        refuse_newer(path, record, line_number)
-    except ValueError:
-        return None
-    return None if math.isnan(number(record, "step")) else record
+        numbers = ", ".join([*map(str, bad[:3]), *["..."] * (len(bad) > 3)])
+        notes.append(f"{path.name}: {len(bad)} damaged lines were left out: {numbers}")

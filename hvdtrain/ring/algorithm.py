@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -142,9 +142,8 @@ def all_reduce_transfers(
 
 
 def broadcast_transfers(buffer: Array, position: int, size: int) -> Transfers:
-    """Yield the steps of a broadcast from position 0 along the ring, in chunks."""
-    for sent, received in _chunks_along(buffer, position, size):
-        yield Transfer(sent, received)
+    """Return the steps of a broadcast from position 0 along the ring, in chunks."""
+    return starmap(Transfer, _chunks_along(buffer, position, size))
 
 
 def chain_transfers(values: Array, position: int, size: int, reduce: Reduce) -> Transfers:

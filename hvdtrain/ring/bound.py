@@ -55,8 +55,9 @@ def sum_error_bound(
     sum_of_magnitudes: Floats, ranks: int, dtype: DTypeLike, further_scalings: int = 0
 ) -> Floats:
     """Return the same as `average_error_bound` for a sum: N - 1 additions, no scaling by 1/N."""
-    roundings = scalings = further_scalings
-    return _error_bound(sum_of_magnitudes, ranks, dtype, roundings, scalings, divisor=1)
+    return _error_bound(
+        sum_of_magnitudes, ranks, dtype, further_scalings, further_scalings, divisor=1
+    )
 
 
 ERROR_BOUNDS = {"sum": sum_error_bound, "average": average_error_bound}

@@ -19,6 +19,7 @@ cannot be expected. Of zeros that differ in sign, either can be the result.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,10 +76,5 @@ def split_evenly(length: int, parts: int) -> tuple[slice, ...]:
     if length < 0 or parts < 1:
         raise ValueError(f"cannot cut {length} elements into {parts} parts")
     shortest, longer = divmod(length, parts)
-    slices = []
-    start = 0
-    for part in range(parts):
-        stop = start + shortest + (part < longer)
-        slices.append(slice(start, stop))
-        start = stop
-    return tuple(slices)
+    ends = [part * shortest + min(part, longer) for part in range(parts + 1)]
+    return tuple(slice(start, stop) for start, stop in pairwise(ends))

@@ -42,6 +42,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -175,18 +176,21 @@ def known_order(
     others.
     """
     operations = environment.get("HOROVOD_CPU_OPERATIONS", controller).lower()
-    if controller not in ("gloo", "mpi") or operations != controller:
-        raise UnknownOrder(f"{controller} with HOROVOD_CPU_OPERATIONS={operations}: not known")
-    if environment.get("HOROVOD_FUSION_THRESHOLD") != "0":
-        raise UnknownOrder("with fusion the order of summation changes: HOROVOD_FUSION_THRESHOLD=0")
-    if environment.get("HOROVOD_AUTOTUNE", "0").lower() in ON:
-        raise UnknownOrder("autotuning turns fusion on: unset HOROVOD_AUTOTUNE")
+    reasons = {
+        f"{controller} with HOROVOD_CPU_OPERATIONS={operations}: not known": (
+            controller not in ("gloo", "mpi") or operations != controller
+        ),
+        "with fusion the order of summation changes: HOROVOD_FUSION_THRESHOLD=0": (
+            environment.get("HOROVOD_FUSION_THRESHOLD") != "0"
+        ),
+        "autotuning turns fusion on: unset HOROVOD_AUTOTUNE": (
+            environment.get("HOROVOD_AUTOTUNE", "0").lower() in ON
+        ),
+        "the ranks of a host are not adjacent: start them host by host, or set "
+        "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE=0": controller == "gloo" and per_host == 0,
+    }
+    _refuse(reasons)
     if controller == "gloo":
-        if per_host == 0:
-            raise UnknownOrder(
-                "the ranks of a host are not adjacent: start them host by host, or set "
-                "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE=0"
-            )
         return GLOO_RING.by_host(per_host)
     if built_in:
         return KNOWN_ORDERS[built_in]
@@ -198,17 +202,25 @@ def known_order(
 def _require_pinned_ring(environment: Mapping[str, str], mpi_library: str) -> None:
     rules = environment.get("OMPI_MCA_coll_tuned_use_dynamic_rules", "0").lower()
     algorithm = environment.get("OMPI_MCA_coll_tuned_allreduce_algorithm", "")
-    if rules not in ON or algorithm not in ("4", "5", "ring", "segmented_ring"):
-        raise UnknownOrder(
-            "Open MPI chooses how it sums: set OMPI_MCA_coll_tuned_use_dynamic_rules=1 and "
-            "OMPI_MCA_coll_tuned_allreduce_algorithm=4 (ring)"
-        )
     foreign = [name for name in FOREIGN_COMPONENTS if name in environment]
-    if foreign:
-        raise UnknownOrder(f"{', '.join(foreign)}: Open MPI's algorithm is then not known")
-    if not mpi_library.startswith("Open MPI"):
-        name = mpi_library.partition("\n")[0] or "an unnamed MPI"
-        raise UnknownOrder(f"the order of summation of {name} is not known, only that of Open MPI")
+    library = mpi_library.partition("\n")[0] or "an unnamed MPI"
+    reasons = {
+        "Open MPI chooses how it sums: set OMPI_MCA_coll_tuned_use_dynamic_rules=1 and "
+        "OMPI_MCA_coll_tuned_allreduce_algorithm=4 (ring)": (
+            rules not in ON or algorithm not in ("4", "5", "ring", "segmented_ring")
+        ),
+        f"{', '.join(foreign)}: Open MPI's algorithm is then not known": bool(foreign),
+        f"the order of summation of {library} is not known, only that of Open MPI": (
+            not mpi_library.startswith("Open MPI")
+        ),
+    }
+    _refuse(reasons)
+
+
+def _refuse(reasons: Mapping[str, bool]) -> None:
+    """Raise UnknownOrder with the first of the reasons that applies."""
+    if reason := next((text for text, applies in reasons.items() if applies), None):
+        raise UnknownOrder(reason)
 
 
 def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = "average") -> Array:
@@ -224,11 +236,7 @@ def reproduce(values: Array, transport: Transport, order: KnownOrder, op: str = 
     rank, size = transport.rank, transport.size
     source = np.ascontiguousarray(values).reshape(-1)
     result = np.empty_like(source)
-
-    def scale(total: Array) -> None:
-        if op == "average":
-            scale_as_horovod(total, size)
-
+    scale = partial(scale_as_horovod, size=size if op == "average" else 1)
     add = order.half_sum if source.dtype == np.float16 else reduction(op, source.dtype)
     with np.errstate(all="ignore"):
         if few := order.summation_of(source, size):
@@ -298,9 +306,9 @@ def _pass_on(local: Array, arrived: Array, /, *, out: Array) -> None:
 
 def scale_as_horovod(total: Array, size: int) -> None:
     """Turn a sum over `size` ranks into Horovod's average, in place."""
-    factor = 1.0 / size
     if size == 1:
         return
+    factor = 1.0 / size
     if total.dtype.kind == "i":
         total[:] = (total * factor).astype(total.dtype)  # cut off, towards zero
     else:

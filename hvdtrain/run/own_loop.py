@@ -23,21 +23,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.options import (
-    LOOP_OPTIONS,
-    build_config,
-    from_python,
-    nearest,
-    train_options,
-)
-from hvdtrain.data import Split, Splits, TensorSplit
+from hvdtrain.config.options import LOOP_OPTIONS, build_config, from_python, nearest, train_options
+from hvdtrain.data import Split, Splits
 from hvdtrain.data.adapters import batch_size_of, order_problem, split_of
 from hvdtrain.data.splits import check_split
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, refuse
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import report_uncaught
 from hvdtrain.run.resume import take_last_state
 from hvdtrain.run.script import (
+    NOTHING,
     OPTIONS,
     Evaluate,
     LoopEnded,
@@ -45,12 +40,13 @@ from hvdtrain.run.script import (
     ScriptTask,
     as_one,
     directed_steps,
+    in_words_of_script,
     is_directed,
     next_loop,
     optimizer_problems,
 )
 from hvdtrain.run.training import Session, TrainingRun, join_session, of_this_job, training_run
-from hvdtrain.run.wording import in_words_of_script
+from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.topology import Topology
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Stateful
@@ -59,7 +55,6 @@ from hvdtrain.train.state import keep_saved_weights
 from hvdtrain.train.step import Step
 
 Samples = Split | Dataset[Any] | DataLoader[Any] | Sequence[Any]
-NOTHING = TensorSplit(torch.empty(0, 1), torch.empty(0, dtype=torch.int64))
 
 
 class Loop:
@@ -69,7 +64,33 @@ class Loop:
     resumes, stops on signals, evaluates and reports, and leaves the same run folder as
     `hvdtrain train`. In the context, on every rank: `for step in loop`, and for each step a pass
     over `step.batches()` with one call of `step.backward` each, then `step.update()`.
+
+    `model`: one, or several by name; they are moved to the device of the rank, and those of rank 0
+    are broadcast. `optimizer`: one, or several, which `step.batches()` trains together and
+    `step.batches(optimizer)` one by one. `train`, `valid`: the samples, as a split, a map-style
+    data set, or a DataLoader, of which the samples, their collation and, as default for the global
+    batch, its size are taken. `evaluate`: returns the Sums of a batch of `valid`, as
+    `Task.evaluate` does; it is called at the end of every `eval_interval`-th epoch. `metrics`:
+    names of the sums that `step.backward` is given; `valid_metrics`: of those that `evaluate`
+    returns (default: `metrics`). `best`: the one by which the best checkpoint is chosen. `state`:
+    objects to save and restore too, such as learning rate schedulers. `save_frozen`: False:
+    checkpoints leave out parameters that are frozen (`requires_grad_(False)`), such as those that
+    an adapter is for. The script makes them again at each start; a resume with other ones is
+    refused. `gathers`: the loop calls `all_gather` for each batch.
+
+    `options`: those of `hvdtrain train` by name, such as `epochs`, `global_batch_size`,
+    `virtual_workers`, `clip_grad`, `amp`, `audit_every`, `output`, `experiment` (default: the name
+    of the script), `seed` and `resume`. Not those of the model, the data, the optimizer and the
+    learning rate, which are the script's own. The environment variable HVDTRAIN_OPTIONS replaces
+    some of them, as JSON: `{"virtual_workers": 6}`.
     """
+
+    _is_iterated = False
+    _session: Session | None = None
+    _directed: Iterator[Step] | None = None  # the steps in place of those of a training
+    _run: TrainingRun | None = None
+    _loop: TrainingLoop | None = None
+    _last: Evaluation | None = None  # of the finished run that is resumed
 
     @in_words_of_script()
     def __init__(
@@ -89,75 +110,26 @@ class Loop:
         gathers: bool = False,
         **options: Any,
     ) -> None:
-        """Check what is given; raises UsageError with every problem.
-
-        `model`: one, or several by name; they are moved to the device of the rank, and those of
-        rank 0 are broadcast. `optimizer`: one, or several, which `step.batches()` trains
-        together and `step.batches(optimizer)` one by one. `train`,
-        `valid`: the samples, as a split, a map-style data set, or a DataLoader, of which the
-        samples, their collation and, as default for the global batch, its size are taken.
-        `evaluate`: returns the Sums of a batch of `valid`, as
-        `Task.evaluate` does; it is called at the end of every `eval_interval`-th epoch. `metrics`:
-        names of the sums that `step.backward` is given; `valid_metrics`: of those that `evaluate`
-        returns (default: `metrics`). `best`: the one by which the best checkpoint is chosen.
-        `state`: objects to save and restore too, such as learning rate schedulers. `save_frozen`:
-        False: checkpoints leave out parameters that are frozen (`requires_grad_(False)`), such as
-        those that an adapter is for. The script makes them again at each start; a resume with other
-        ones is refused. `gathers`: the loop calls `all_gather` for each batch.
-
-        `options`: those of `hvdtrain train` by name, such as `epochs`, `global_batch_size`,
-        `virtual_workers`, `clip_grad`, `amp`, `audit_every`, `output`, `experiment` (default: the
-        name of the script), `seed` and `resume`. Not those of the model, the data, the optimizer
-        and the learning rate, which are the script's own. The environment variable HVDTRAIN_OPTIONS
-        replaces some of them, as JSON: `{"virtual_workers": 6}`.
-        """
+        """Check what is given; raises UsageError with every problem."""
         report_uncaught()
         if isinstance(train, DataLoader) and "batch_size" not in options:
             options = {"global_batch_size": batch_size_of(train), **options}
         self._config, self._is_named = _read_options(options)
-        path = Path(sys.argv[0])
-        problems = []
-        if (valid is None) != (evaluate is None):
-            problems.append("hvdtrain.Loop: give `valid` and `evaluate` together, or none of them")
-        optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-        whole = as_one(model)
-        problems += optimizer_problems(whole, optimizers, state)
-        loaders = [loader for loader in (train, valid) if isinstance(loader, DataLoader)]
-        problems += [
-            f"hvdtrain.Loop: {text}" for loader in loaders if (text := order_problem(loader))
-        ]
-        if not save_frozen and all(p.requires_grad for p in whole.parameters()):
-            problems.append("hvdtrain.Loop: save_frozen=False: no parameter is frozen")
-        names = ("loss", *(metrics if valid_metrics is None else valid_metrics))
-        if best not in names:
-            problems.append(f"hvdtrain.Loop: best={best!r}: choose from {', '.join(names)}")
-        if problems:
-            raise UsageError(*problems)
-        seed = self._config.run.seed
-        data = Splits(
-            path.name, split_of(train, seed), NOTHING if valid is None else split_of(valid, seed)
-        )
-        for name, split in (("train", data.train), ("valid", data.valid)):
-            if split is not NOTHING:
-                check_split("hvdtrain.Loop", name, name, split)
-        task = ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest)
+        self._stack = ExitStack()
         self._script = Script(
-            path=path,
-            model=whole,
-            optimizers=optimizers,
+            path=Path(sys.argv[0]),
+            model=as_one(model),
+            optimizers=tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,),
             further_state=tuple(state),
-            task=task,
-            data=data,
+            task=ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest),
             save_frozen=save_frozen,
             gathers=gathers,
         )
-        self._stack = ExitStack()
-        self._is_iterated = False
-        self._session: Session | None = None
-        self._directed: Iterator[Step] | None = None  # the steps in place of those of a training
-        self._run: TrainingRun | None = None
-        self._loop: TrainingLoop | None = None
-        self._last: Evaluation | None = None  # of the finished run that is resumed
+        has_half = (valid is None) != (evaluate is None)
+        problems = _problems(self._script, [train, valid], has_half)
+        refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
+        data = _read_samples(self._script.path.name, train, valid, self._config.run.seed)
+        self._script = replace(self._script, data=data)
 
     def __enter__(self) -> Loop:
         """Collective: join the other workers, prepare the run, and resume it if that is wanted."""
@@ -167,13 +139,12 @@ class Loop:
             if self._directed is not None:
                 self._stack = stack.pop_all()
                 return self
-            topology = Topology.from_environment()
-            command = ["python", *sys.argv]
-            self._session = stack.enter_context(
-                join_session(self._config, topology, command, self._script)
+            joined = join_session(
+                self._config, Topology.from_environment(), ["python", *sys.argv], self._script
             )
+            self._session = stack.enter_context(joined)
             exchange = self._session.exchange
-            number = 0 if self._is_named else self._script.loop
+            number = 1 if self._is_named else self._script.loop
             self._config = _of_this_loop(self._config, number, exchange)
             run = stack.enter_context(training_run(self._config, self._session))
             if run is None:
@@ -296,15 +267,44 @@ class Loop:
         return self._session
 
 
+def _problems(script: Script, sources: Sequence[Any], has_half: bool) -> Iterator[str]:
+    """Yield what is wrong with a script. `sources`: of its samples. `has_half`: only one of samples
+    to validate with and a function for them.
+    """
+    if has_half:
+        yield "give `valid` and `evaluate` together, or none of them"
+    yield from optimizer_problems(script.model, script.optimizers, script.further_state)
+    for source in sources:
+        if isinstance(source, DataLoader) and (text := order_problem(source)):
+            yield text
+    if not script.save_frozen and all(p.requires_grad for p in script.model.parameters()):
+        yield "save_frozen=False: no parameter is frozen"
+    names = ("loss", *valid_metrics_of(script.task))
+    if script.task.best not in names:
+        yield f"best={script.task.best!r}: choose from {', '.join(names)}"
+
+
+def _read_samples(name: str, train: Samples, valid: Samples | None, seed: int) -> Splits:
+    """Return the samples of a script as splits. Raises UsageError."""
+    splits = {"train": split_of(train, seed)}
+    if valid is not None:
+        splits["valid"] = split_of(valid, seed)
+    for part, split in splits.items():
+        check_split("hvdtrain.Loop", part, part, split)
+    return Splits(name, splits["train"], splits.get("valid", NOTHING))
+
+
 def _of_this_loop(config: TrainConfig, number: int, exchange: Exchange) -> TrainConfig:
     """Collective: return the configuration with the name of this loop's run.
 
-    The first loop of a script has the script's name, each further one its number too; 0: the script
-    has named it. A restarted job resumes the run that it has begun itself, if it has.
+    The first loop of a script, and one that the script has named (`number` 1), keeps its name, each
+    further one gets its number too. A restarted job resumes the run that it has begun itself, if it
+    has.
     """
-    name, run = config.run.experiment, config.run
-    run = replace(run, experiment=f"{name}-loop-{number}") if number > 1 else run
-    return of_this_job(replace(config, run=run), exchange)
+    if number > 1:
+        named = replace(config.run, experiment=f"{config.run.experiment}-loop-{number}")
+        config = replace(config, run=named)
+    return of_this_job(config, exchange)
 
 
 def _read_options(options: Mapping[str, Any]) -> tuple[TrainConfig, bool]:
@@ -324,20 +324,26 @@ def _read_options(options: Mapping[str, Any]) -> tuple[TrainConfig, bool]:
             "hvdtrain.Loop: rank_weights='auto': a script computes in its loop, so speeds cannot "
             "be measured before: give weights, such as '1,1,2'"
         )
-    for source, names in (("hvdtrain.Loop", options), (LOOP_OPTIONS, replaced)):
-        for name in names:
-            if name not in OPTIONS:
-                near = nearest(name, OPTIONS)
-                hint = f": did you mean {near}?" if near in OPTIONS else ". See help(hvdtrain.Loop)"
-                if name in train_options() or near not in (None, *OPTIONS):
-                    hint = ": model, data, optimizer and learning rate are the script's own"
-                problems.append(f"{source}: unknown option {name!r}{hint}")
-    parsed = {}
+    problems += [
+        f"{source}: unknown option {name!r}{_hint(name)}"
+        for source, names in (("hvdtrain.Loop", options), (LOOP_OPTIONS, replaced))
+        for name in names
+        if name not in OPTIONS
+    ]
+    parsed = {"experiment": Path(sys.argv[0]).stem or "script"}
     for name, value in {**options, **replaced}.items():
         if name in OPTIONS:
             try:
                 parsed[name] = from_python(name, value)
             except ValueError as error:
                 problems.append(f"hvdtrain.Loop: {error}")
-    config = build_config({"experiment": Path(sys.argv[0]).stem or "script", **parsed}, problems)
-    return config, "experiment" in options and "experiment" not in replaced
+    is_named = "experiment" in options and "experiment" not in replaced
+    return build_config(parsed, problems), is_named
+
+
+def _hint(name: str) -> str:
+    """Return the end of the message on an option that a script does not have."""
+    near = nearest(name, OPTIONS)
+    if name in train_options() or near not in (None, *OPTIONS):
+        return ": model, data, optimizer and learning rate are the script's own"
+    return f": did you mean {near}?" if near in OPTIONS else ". See help(hvdtrain.Loop)"

@@ -9,33 +9,34 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hvdtrain.config import TrainConfig, plugins
+from hvdtrain.config import PrecisionConfig, RunConfig, ScheduleConfig, TrainConfig, plugins
 from hvdtrain.config.fields import AUTO
-from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
+from hvdtrain.data import GlobalBatchSampler, VirtualShares
 from hvdtrain.data.feeding import Feed, in_order, may_skip, to_device
 from hvdtrain.data.reading import BadSample
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, Reduction
 from hvdtrain.exchange.buckets import suitable_bucket_bytes
-from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.log import counted, say
 from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.models.execution import compile_forward, require_compiler, use_channels_last
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.script import Script
-from hvdtrain.run.tasks import TaskData, build_model
+from hvdtrain.run.tasks import TaskData, build_model, chosen_by
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm, normalises_over_batch
+from hvdtrain.train.buffers import check_model
 from hvdtrain.train.built import built_of
 from hvdtrain.train.devices import choose_device, move_state, repeat_bits
 from hvdtrain.train.evaluate import in_evaluation_mode
+from hvdtrain.train.generators import seed_all
 from hvdtrain.train.job import Intervals, Job, Stateful
 from hvdtrain.train.optimizers import UNSUITABLE, build_optimizer
 from hvdtrain.train.portable import refuse_unreadable
 from hvdtrain.train.schedules import Schedule, make_schedule, scaled_lr
 from hvdtrain.train.update import Update
-from hvdtrain.train.workers import check_model, seed_all
 from hvdtrain.weights import load_pretrained
 
 TRIED_SAMPLES = 2
@@ -53,63 +54,133 @@ def prepare(
 
     `script`: has a model and optimizers of its own.
     """
-    if config.precision.deterministic:
-        _refuse_other_sums(config, exchange)
+    device = _set_up(config, global_batch_size, exchange, topology)
+    sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
+    model, optimizers, schedule = _trained(config, source, exchange, device, sampler, script)
+    feed = _feed(config, source, sampler, model, exchange, script)
+    state, settings = script.further_state if script else (), config.optimizer
+    _refuse_unreadable_state(model, optimizers, state)
+    ema_decay = settings.model_ema_decay if settings.model_ema else None
+    return Job(
+        model=model,
+        optimizers=optimizers,
+        update=Update(model, device, config.precision.amp, settings.clip_grad, ema_decay),
+        task=source.task,
+        data=source.data,
+        feed=feed,
+        valid_shares=source.valid_shares,
+        schedule=schedule,
+        total_steps=config.schedule.total_steps(sampler.steps_per_epoch),
+        device=device,
+        intervals=_intervals(config.run, config.check.hash_every),
+        reduction=_reduction(config.precision, exchange.ring_size),
+        fingerprints=source.fingerprints,
+        seed=config.run.seed,
+        further_state=state,
+        built=built_of(optimizers, state),
+        save_frozen=script is None or script.save_frozen,
+        gathers=script is not None and script.gathers,
+    )
+
+
+def _set_up(
+    config: TrainConfig, global_batch_size: int, exchange: Exchange, topology: Topology
+) -> torch.device:
+    """Check workers and exchange, set up this process, and return the device. Raises UsageError."""
+    virtual = config.batch.virtual_workers
+    if config.precision.deterministic and not exchange.repeatable and virtual is None:
+        raise UsageError(
+            "--deterministic: with HOROVOD_FUSION_THRESHOLD="
+            f"{os.environ.get('HOROVOD_FUSION_THRESHOLD')} the order of sums over {exchange.size} "
+            "workers depends on timing. Unset it, or set it to 0"
+        )
     device = choose_device(config.model.device, topology)
     if config.promises_bits:
         repeat_bits(device, demanded=config.precision.deterministic)
-    _choose_threads(config)
-    _refuse_virtual_workers(config.batch.virtual_workers, exchange.size, global_batch_size)
-    sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
-    model, optimizers, schedule = _trained(config, source, exchange, device, sampler, script)
+    # One thread, unless the user or the launcher has chosen another number. The launcher's depends
+    # on how many workers share a host, and kernels split their sums by thread. So with virtual
+    # workers only the user's number counts.
+    if "OMP_NUM_THREADS" not in os.environ or (virtual and CORES_SHARED_OUT in os.environ):
+        torch.set_num_threads(1)
+    if virtual is not None and exchange.size > virtual:
+        raise UsageError(
+            f"--virtual-workers={virtual}: of {exchange.size} workers some would have none to "
+            f"compute: start at most {virtual}"
+        )
+    if virtual is not None and virtual > global_batch_size:
+        raise UsageError(
+            f"--virtual-workers={virtual}: more than the samples of a global batch, which they "
+            f"share out: give at most {global_batch_size}"
+        )
+    return device
+
+
+def _trained(
+    config: TrainConfig,
+    source: TaskData,
+    exchange: Exchange,
+    device: torch.device,
+    sampler: GlobalBatchSampler,
+    script: Script | None,
+) -> tuple[torch.nn.Module, tuple[torch.optim.Optimizer, ...], Schedule | None]:
+    """Return the model on the device, its optimizers and its schedule: of the script, or else of
+    the flags. Then seed each rank alone.
+    """
+    if script is None:
+        model = _make_model(config, source, exchange, device)
+        optimizer = _make_optimizer(config, source.task, model, sampler.global_batch_size)
+        return model, (optimizer,), _make_schedule(config, source.task, optimizer, sampler)
+    model = script.model.to(device)
+    for optimizer in script.optimizers:
+        move_state(optimizer)
+    if config.batch.virtual_workers is not None:
+        check_model(model)
+    seed_all(config.run.seed, exchange.rank)
+    return model, script.optimizers, None
+
+
+def _feed(
+    config: TrainConfig,
+    source: TaskData,
+    sampler: GlobalBatchSampler,
+    model: torch.nn.Module,
+    exchange: Exchange,
+    script: Script | None,
+) -> Feed:
+    """Return the batches of this rank for a model, whose batch norm over all workers, if it has
+    any, is converted. Raises UsageError for batches that it cannot normalise.
+    """
     every = config.precision.sync_bn
-    sync_bn = has_batch_norm(model) if every else has_batch_norm(model, torch.nn.SyncBatchNorm)
-    if sync_bn:
+    has_sync_bn = has_batch_norm(model) if every else has_batch_norm(model, torch.nn.SyncBatchNorm)
+    if has_sync_bn:
         if config.batch.virtual_workers is not None:
             raise UsageError(
                 "--virtual-workers: the model has layers of torch.nn.SyncBatchNorm, and virtual "
                 "workers compute one after another: leave its conversion out"
             )
         convert_to_sync(model, exchange, every)
-    gathers = script is not None and script.gathers
-    settings, accum_steps = config.optimizer, config.batch.grad_accum_steps
-    total_steps = config.schedule.total_steps(sampler.steps_per_epoch)
+    everyone = has_sync_bn or (script is not None and script.gathers)
+    micro_batches = config.batch.grad_accum_steps
+    feed = Feed(source.data.train, sampler, source.shares, micro_batches, everyone)
     if normalises_over_batch(model):
-        _refuse_small_batches(sampler, total_steps, source.shares, accum_steps, sync_bn)
-    amp, compression = config.precision.amp, config.precision.compression
-    ema_decay = settings.model_ema_decay if settings.model_ema else None
-    further_state = script.further_state if script else ()
-    _refuse_unreadable_state(model, optimizers, further_state)
-    return Job(
-        model=model,
-        optimizers=optimizers,
-        update=Update(model, device, amp, settings.clip_grad, ema_decay),
-        task=source.task,
-        data=source.data,
-        feed=Feed(source.data.train, sampler, source.shares, accum_steps, sync_bn or gathers),
-        valid_shares=source.valid_shares,
-        schedule=schedule,
-        total_steps=total_steps,
-        device=device,
-        intervals=Intervals(
-            log=config.run.log_interval,
-            evaluation=config.run.eval_interval,
-            evaluation_steps=config.run.eval_every,
-            checkpoint=config.run.checkpoint_interval,
-            hash=config.check.hash_every,
-        ),
-        reduction=Reduction(
-            "sum" if compression == "none" else "average",
-            compression,
-            _bucket_bytes(config.precision.bucket_bytes, exchange),
-        ),
-        fingerprints=source.fingerprints,
-        seed=config.run.seed,
-        further_state=further_state,
-        built=built_of(optimizers, further_state),
-        save_frozen=script.save_frozen if script else True,
-        gathers=gathers,
+        _refuse_small_batches(feed, config.schedule, has_sync_bn)
+    return feed
+
+
+def _intervals(settings: RunConfig, hash_every: int) -> Intervals:
+    return Intervals(
+        log=settings.log_interval,
+        evaluation=settings.eval_interval,
+        evaluation_steps=settings.eval_every,
+        checkpoint=settings.checkpoint_interval,
+        hash=hash_every,
     )
+
+
+def _reduction(settings: PrecisionConfig, ring_size: int) -> Reduction:
+    choice, compression = settings.bucket_bytes, settings.compression
+    bucket_bytes = suitable_bucket_bytes(ring_size) if choice == AUTO else int(choice)
+    return Reduction("sum" if compression == "none" else "average", compression, bucket_bytes)
 
 
 def _refuse_unreadable_state(
@@ -123,42 +194,6 @@ def _refuse_unreadable_state(
     for number, held in enumerate(further_state):
         refuse_unreadable(held.state_dict(), f"state[{number}]")
     refuse_unreadable(model.state_dict(), "the model's state")
-
-
-def _bucket_bytes(choice: str, exchange: Exchange) -> int:
-    return suitable_bucket_bytes(exchange.ring_size) if choice == AUTO else int(choice)
-
-
-def _trained(
-    config: TrainConfig,
-    source: TaskData,
-    exchange: Exchange,
-    device: torch.device,
-    sampler: GlobalBatchSampler,
-    script: Script | None,
-) -> tuple[torch.nn.Module, tuple[torch.optim.Optimizer, ...], Schedule | None]:
-    """Return the model, its optimizers and its schedule: of the script, or else of the flags."""
-    if script:
-        return _take_model(config, script, exchange, device), script.optimizers, None
-    model = _make_model(config, source, exchange, device)
-    optimizer = _make_optimizer(config, source.task, model, sampler.global_batch_size)
-    return model, (optimizer,), _make_schedule(config, source.task, optimizer, sampler)
-
-
-def _refuse_virtual_workers(virtual: int | None, workers: int, global_batch_size: int) -> None:
-    """Raise UsageError for fewer virtual workers than workers, or more than samples."""
-    if virtual is None:
-        return
-    if workers > virtual:
-        raise UsageError(
-            f"--virtual-workers={virtual}: of {workers} workers some would have none to compute: "
-            f"start at most {virtual}"
-        )
-    if virtual > global_batch_size:
-        raise UsageError(
-            f"--virtual-workers={virtual}: more than the samples of a global batch, which they "
-            f"share out: give at most {global_batch_size}"
-        )
 
 
 def _make_model(
@@ -189,19 +224,6 @@ def _make_model(
     return model
 
 
-def _take_model(
-    config: TrainConfig, script: Script, exchange: Exchange, device: torch.device
-) -> torch.nn.Module:
-    """Return the model of a script, on the device of this rank; then seed each rank alone."""
-    model = script.model.to(device)
-    for optimizer in script.optimizers:
-        move_state(optimizer)
-    if config.batch.virtual_workers is not None:
-        check_model(model)
-    seed_all(config.run.seed, exchange.rank)
-    return model
-
-
 def _make_optimizer(
     config: TrainConfig, task: Task, model: torch.nn.Module, batch: int
 ) -> torch.optim.Optimizer:
@@ -212,11 +234,10 @@ def _make_optimizer(
     name, settings = config.model.task, config.optimizer
     optimizer = plugins.call("--task", name, task.build_optimizer, model) if name else None
     if optimizer is None:
-        lr = scaled_lr(settings.lr, settings.scale_lr, batch, settings.lr_base_batch_size)
         return build_optimizer(
             settings.opt,
             model,
-            lr,
+            scaled_lr(settings.lr, settings.scale_lr, batch, settings.lr_base_batch_size),
             settings.momentum,
             settings.weight_decay,
             config.precision.amp,
@@ -231,8 +252,7 @@ def _make_optimizer(
     if reason := UNSUITABLE.get(type(optimizer).__name__.lower()):
         raise UsageError(f"{where} returned {type(optimizer).__name__}, which {reason}")
     model_ids = {id(parameter) for parameter in model.parameters()}
-    foreign = sum(id(parameter) not in model_ids for parameter in parameters_of(optimizer))
-    if foreign:
+    if foreign := sum(id(p) not in model_ids for p in parameters_of(optimizer)):
         raise UsageError(f"{where}: {counted(foreign, 'parameter')} of it are not the model's")
     return optimizer
 
@@ -263,13 +283,12 @@ def _make_schedule(
     return make_schedule(shape, peak, total_steps, warmup_steps, min_lr)
 
 
-def _refuse_small_batches(
-    sampler: GlobalBatchSampler, steps: int, shares: SharesLike, accum_steps: int, sync_bn: bool
-) -> None:
+def _refuse_small_batches(feed: Feed, settings: ScheduleConfig, sync_bn: bool) -> None:
     """Raise UsageError if batch norm has only one sample at a time, or fewer, in any step."""
+    sampler, shares, accum_steps = feed.sampler, feed.shares, feed.micro_batches
     batch = sampler.global_batch_size
     sizes = {batch}
-    if steps >= sampler.steps_per_epoch:
+    if settings.total_steps(sampler.steps_per_epoch) >= sampler.steps_per_epoch:
         sizes.add(sampler.samples % batch or batch)
     text = f"--global-batch-size={batch}: the model normalises over the batch, but"
     for size in sorted(sizes):
@@ -292,27 +311,6 @@ def _refuse_small_batches(
                 )
 
 
-def _choose_threads(config: TrainConfig) -> None:
-    """Compute with one thread, unless the user or the launcher has chosen another number.
-
-    The launcher's number depends on how many workers share a host, and kernels split their sums by
-    thread. So with virtual workers only the user's number counts.
-    """
-    is_virtual = config.batch.virtual_workers is not None
-    if "OMP_NUM_THREADS" not in os.environ or (is_virtual and CORES_SHARED_OUT in os.environ):
-        torch.set_num_threads(1)
-
-
-def _refuse_other_sums(config: TrainConfig, exchange: Exchange) -> None:
-    """Raise UsageError for --deterministic if the exchange is not repeatable."""
-    if not exchange.repeatable and config.batch.virtual_workers is None:
-        raise UsageError(
-            "--deterministic: with HOROVOD_FUSION_THRESHOLD="
-            f"{os.environ.get('HOROVOD_FUSION_THRESHOLD')} the order of sums over {exchange.size} "
-            "workers depends on timing. Unset it, or set it to 0"
-        )
-
-
 def _try_once(
     model: torch.nn.Module, source: TaskData, config: TrainConfig, rank: int, device: torch.device
 ) -> None:
@@ -326,22 +324,19 @@ def _try_once(
     # To reach the share of a later rank, samples in order would be read for a long time.
     samples = min(len(split), len(source.shares.weights)) if in_order(split) else len(split)
     parts = [source.shares.of_all(samples, share) for share in shares[:1]]
-    indices = np.array(
-        [number for part in parts for number in part[:TRIED_SAMPLES]], dtype=np.int64
-    )
+    indices = np.array([n for part in parts for n in part[:TRIED_SAMPLES]], dtype=np.int64)
     if len(indices) == 0:
         return
     try:
-        read = ("--task", name) if name else ("--data", config.data.data)
-        batch = to_device(plugins.call(*read, split.batch, indices), device)
+        batch = to_device(plugins.call(*chosen_by(config, "data"), split.batch, indices), device)
     except BadSample as error:
         raise UsageError(str(error)) from error
     tried = len(batch[1]) if may_skip(split) else len(indices)
     if tried > 0:  # otherwise none of these samples can be read, but others may be
-        used = ("--task", name) if name else ("--model", config.model.model)
+        used, evaluate = chosen_by(config, "model"), source.task.evaluate
         try:
             with torch.no_grad():
-                sums = plugins.call(*used, lambda: source.task.evaluate(model, batch))
+                sums = plugins.call(*used, lambda: evaluate(model, batch))
         except UsageError as error:
             advice = "" if name else advice_on_size(config.model.model, batch[0].shape)
             raise UsageError(f"{error}{advice}") from error

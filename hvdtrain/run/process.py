@@ -78,17 +78,14 @@ def report_failure(error: Exception, topology: Topology) -> int:
         kind = "" if isinstance(error, Stopped) else ": error"
         complain(f"hvdtrain{kind}{location}: {error}")
         return error.exit_code
-    if _is_refusal(error) and (reason := cgroups.explain_full()):
+    # A new process (EAGAIN) or thread was refused.
+    refused = isinstance(error, BlockingIOError) or "can't start new thread" in str(error)
+    if refused and (reason := cgroups.explain_full()):
         complain(f"hvdtrain: error{location}: {type(error).__name__}: {error}: {reason}")
         return EXIT_FAILED
     trace = "".join(traceback.format_exception(error)).rstrip()
     complain(f"hvdtrain: failed{location}: {type(error).__name__}: {error}\n{trace}")
     return EXIT_FAILED
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return whether a new process (EAGAIN) or thread was refused."""
-    return isinstance(error, BlockingIOError) or "can't start new thread" in str(error)
 
 
 def leave_at_once(exit_code: int) -> None:

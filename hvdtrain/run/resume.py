@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import (
     Option,
     as_flat_dict,
@@ -23,11 +24,13 @@ from hvdtrain.config.options import (
 from hvdtrain.data.sketch import SKETCH
 from hvdtrain.data.splits import Fingerprint, Split, difference
 from hvdtrain.documents import read_json
-from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange, run_on_all
+from hvdtrain.errors import UsageError, refuse
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.agreement import run_on_all
 from hvdtrain.log import counted, say
 from hvdtrain.pulse import RESTART
-from hvdtrain.records.directory import CHECKPOINTS, CONFIG, SUMMARY, RunDirectory
+from hvdtrain.records.directory import RunDirectory
+from hvdtrain.records.folders import CHECKPOINTS, CONFIG, SUMMARY
 from hvdtrain.run.same_data import changed_values
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import TaskData
@@ -52,17 +55,25 @@ from hvdtrain.train.state import (
 )
 
 LOCK_WAIT_S = 120.0
+# The parts of the state of a finished run that its script goes on with.
+NEEDED_AT_END = {
+    "optimizer_order",
+    "optimizer",
+    "further_optimizers",
+    "further_state",
+    "evaluation",
+}
 # Without which the summary is not that of a finished run.
 FIGURES = {"epochs", "steps", "samples_seen", "samples_per_s", "params_sha256"}
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The part of a resumed run that every rank needs."""
+    """The part of a resumed run that every rank needs; by default there is none."""
 
-    global_batch_size: int
-    state: dict[str, Any] | None  # None: no checkpoint, so start from the beginning
-    finished: dict[str, Any] | None  # the summary, if the run has already finished
+    global_batch_size: int | None = None
+    state: dict[str, Any] | None = None  # None: no checkpoint, so start from the beginning
+    finished: dict[str, Any] | None = None  # the summary, if the run has already finished
     rank_weights: str | None = None  # those that it was started with
 
 
@@ -80,9 +91,9 @@ class Resumable:
         self.directory.forget_after(state["step"] if state else 0)
         self.directory.restart_trace(state["progress"].get("trace") if state else None)
         best = state["progress"]["summary"].get("best") if state else None
-        in_folder = self.checkpoint and self.checkpoint.resolve().parent == folder.resolve()
+        path = self.checkpoint
         Checkpoints(folder, keep=1).repair(
-            resumed=self.checkpoint.name if self.checkpoint and in_folder else None,
+            resumed=path.name if path and path.resolve().parent == folder.resolve() else None,
             best=name_of(best["step"]) if best else None,
         )
 
@@ -106,7 +117,7 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
     wait_s = LOCK_WAIT_S if os.environ.get(RESTART, "0") != "0" else 0.0
     directory = RunDirectory(folder, reopen=True, wait_s=wait_s)
     try:
-        return _read(config, directory, exchange.size)
+        return _resumable_in(directory, config, exchange.size)
     except BaseException:
         directory.close()
         raise
@@ -137,12 +148,11 @@ def refuse_changed_data(
             for part, split in (("train", source.data.train), ("valid", source.data.valid))
             if (changed := _change(old[host][part], new[host][part], split if whole else None))
         ]
-    if problems:
-        problems = [f"{chooser}: the data have changed since the checkpoint: {p}" for p in problems]
-        taken = f", with --pretrained {config.folder} to take over its weights"
-        problems[-1] += ". Resume with the data as they were, or start another --experiment"
-        problems[-1] += taken * chooser.startswith("--")  # a command: scripts load them themselves
-        raise UsageError(*problems)
+    advice = ". Resume with the data as they were, or start another --experiment"
+    if chooser.startswith("--"):  # a command: scripts load weights themselves
+        advice += f", with --pretrained {config.folder} to take over its weights"
+    problems = [f"{chooser}: the data have changed since the checkpoint: {p}" for p in problems]
+    refuse(problems, advice)
 
 
 def _change(old: Fingerprint, new: Fingerprint, split: Split | None) -> str | None:
@@ -177,14 +187,9 @@ def take_last_state(script: Script, folder: Path, exchange: Exchange) -> Evaluat
         if not newest:
             raise UsageError(f"--resume: {folder}: the run has finished, but has no checkpoint")
         weights, state = load_checkpoint(newest[0])
-        built = built_of(script.optimizers, script.further_state)
-        refuse_changed_build(state, script.model, built)
-        weights = completed(weights, state, script.model)
-        needed = (
-            *("optimizer_order", "optimizer", "further_optimizers", "further_state"),
-            "evaluation",
-        )
-        return weights, {name: state[name] for name in needed if name in state}
+        refuse_changed_build(state, script.model, built_of(script.optimizers, script.further_state))
+        needed = state.keys() & NEEDED_AT_END
+        return completed(weights, state, script.model), {name: state[name] for name in needed}
 
     loaded = run_on_all(exchange, "last_state", read)
     weights, state = exchange.broadcast_object(loaded, "hvdtrain.last_state")
@@ -214,12 +219,12 @@ def recorded_config(folder: Path) -> dict[str, Any]:
 def _way_to(path: Path) -> str:
     """Return how to resume the run that `path` is, or is a checkpoint of."""
     for run in (path, path.parent, path.parent.parent):
-        if (run / "config.yaml").is_file():
-            return f"To resume {run}: --config {run / 'config.yaml'} --resume auto"
+        if (run / CONFIG).is_file():
+            return f"To resume {run}: --config {run / CONFIG} --resume auto"
     return "Give those of the run to resume, and --resume auto"
 
 
-def _read(config: TrainConfig, directory: RunDirectory, size: int) -> Resumable:
+def _resumable_in(directory: RunDirectory, config: TrainConfig, size: int) -> Resumable:
     stored = recorded_config(directory.path)
     if not isinstance(stored.get("global_batch_size"), int):
         raise UsageError(f"--resume: {directory.path / CONFIG} has no global_batch_size")
@@ -227,18 +232,17 @@ def _read(config: TrainConfig, directory: RunDirectory, size: int) -> Resumable:
     _refuse_another_experiment(config, stored, directory.path)
     batch_size: int = stored["global_batch_size"]
     if finished := _finished_summary(config, stored, directory.path):
-        return Resumable(directory, Resumed(batch_size, None, finished))
+        return Resumable(directory, Resumed(batch_size, finished=finished))
     checkpoint, state = _load_state(config, directory.path / CHECKPOINTS)
     if state:
         _warn_if_buckets_differ(config, stored, size)
-    resumed = Resumed(batch_size, state, None, stored.get("rank_weights"))
+    resumed = Resumed(batch_size, state, rank_weights=stored.get("rank_weights"))
     return Resumable(directory, resumed, checkpoint)
 
 
 def _warn_if_buckets_differ(config: TrainConfig, stored: dict[str, Any], size: int) -> None:
     before, now = stored.get("bucket_bytes"), config.precision.bucket_bytes
-    order_counts = size > 2 and config.batch.virtual_workers is None
-    if order_counts and str(before) != now:
+    if size > 2 and config.batch.virtual_workers is None and str(before) != now:
         say(
             f"resume: --bucket-bytes {now}, and {before or 'another size'} before: gradients are "
             "added in another order, so the last bits are not those of an uninterrupted run"
@@ -258,14 +262,11 @@ def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path
         for option in train_options().values()
         if option.learns and wanted[option.name] != stored[option.name]
     ]
-    if problems:
-        problems[-1] += f"; or give all its options: --config {path / 'config.yaml'}"
-        raise UsageError(*problems)
+    refuse(problems, f"; or give all its options: --config {path / CONFIG}")
 
 
 def _as_given(option: Option, value: Any) -> str:
-    flag = f"--{option.name.replace('_', '-')}"
-    return f"{flag} is not given" if value is None else f"{flag}={value}"
+    return flag_of(option.name) + (" is not given" if value is None else f"={value}")
 
 
 def _with(value: Any) -> str:
@@ -274,25 +275,24 @@ def _with(value: Any) -> str:
 
 def _as_flag(option: Option, value: Any) -> str:
     """Return the instruction for giving an option this value on the command line."""
-    flag = option.name.replace("_", "-")
+    flag = flag_of(option.name)
     if value is None:
-        return f"leave --{flag} out"
+        return f"leave {flag} out"
     if isinstance(value, bool):
-        return f"give --{'' if value else 'no-'}{flag}"
-    return f"give --{flag} {shlex.quote(str(value))}"
+        return f"give {flag if value else flag_of(f'no_{option.name}')}"
+    return f"give {flag} {shlex.quote(str(value))}"
 
 
 def _finished_summary(
     config: TrainConfig, stored: dict[str, Any], path: Path
 ) -> dict[str, Any] | None:
-    try:
-        summary = read_json(path / SUMMARY)
-    except (OSError, ValueError):
-        return None
-    wanted = as_flat_dict(config)
-    longer = any(wanted[name] != stored.get(name) for name in ("epochs", "max_steps"))
-    whole = summary.keys() >= FIGURES and summary.get("status") == "finished"
-    return summary if whole and not longer else None
+    with suppress(OSError, ValueError):
+        summary, wanted = read_json(path / SUMMARY), config.schedule
+        is_whole = summary.keys() >= FIGURES and summary.get("status") == "finished"
+        length = (stored.get("epochs"), stored.get("max_steps"))
+        if is_whole and length == (wanted.epochs, wanted.max_steps):
+            return summary
+    return None
 
 
 def _load_state(
@@ -324,12 +324,11 @@ def _load_state(
             say(f"resume: skipping {text}")
         say(f"resume: continuing from {path}")
         return path, state
-    if damaged:
-        damaged[-1] += (
-            ". None of them can be read. Restore one, or start another --experiment; to begin this "
-            f"run again, remove {folder}"
-        )
-        raise UsageError(*(f"--resume: {text}" for text in damaged))
+    refuse(
+        (f"--resume: {text}" for text in damaged),
+        ". None of them can be read. Restore one, or start another --experiment; to begin this run "
+        f"again, remove {folder}",
+    )
     say(f"resume: no checkpoint in {folder}: starting from the beginning")
     return None, None
 
@@ -337,7 +336,6 @@ def _load_state(
 def _load_good(path: Path) -> dict[str, Any]:
     """Return the state of a checkpoint. Raises DamagedCheckpoint also if it is not finite."""
     state = load_state(path)
-    problem = find_not_finite(state)
-    if problem:
+    if problem := find_not_finite(state):
         raise DamagedCheckpoint(f"{path}: {problem}")
     return state

@@ -7,8 +7,9 @@ from typing import Any
 
 from hvdtrain.data.sketch import SKETCH, alike, sketch_of
 from hvdtrain.data.splits import Fingerprint, Split, Splits
-from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange, run_on_all
+from hvdtrain.errors import refuse
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.agreement import run_on_all
 from hvdtrain.log import complain, counted
 
 ADVICE = (
@@ -25,9 +26,9 @@ def refuse_other_data(
     `fingerprints`: of this rank's splits. `hosts`: the number of each rank's host; all 0 where
     hosts must have the same.
     """
-    names = ("samples", "texts", "digest", SKETCH)
     local_fields = {
-        part: {name: one.get(name) for name in names} for part, one in fingerprints.items()
+        part: {name: one.get(name) for name in ("samples", "texts", "digest", SKETCH)}
+        for part, one in fingerprints.items()
     }
     everyone = exchange.all_gather_object(local_fields, "hvdtrain.data_of_ranks")
     first = hosts.index(hosts[exchange.rank])
@@ -38,10 +39,9 @@ def refuse_other_data(
             part: difference(everyone[first][part], local_fields[part], splits[part])
             for part in local_fields
         }
-        if problems := [f"the {part} data {text}" for part, text in differences.items() if text]:
-            problems = [f"{problem}, unlike on rank {first}" for problem in problems]
-            problems[-1] += f". {ADVICE}"
-            raise UsageError(*problems)
+        differing = {part: text for part, text in differences.items() if text}
+        problems = [f"the {p} data {text}, unlike on rank {first}" for p, text in differing.items()]
+        refuse(problems, f". {ADVICE}")
 
     run_on_all(exchange, "data_of_ranks", check)
 

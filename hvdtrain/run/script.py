@@ -1,11 +1,14 @@
-"""What a script with its own training loop hands over: models, optimizers, data, evaluation."""
+"""What a script with its own training loop hands over, and messages in its words: its options as
+keywords, where `train` has flags.
+"""
 
 from __future__ import annotations
 
 import gc
+import re
 import runpy
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +18,10 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hvdtrain.data.splits import Splits
-from hvdtrain.errors import UsageError
-from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.config.options import Option, train_options
+from hvdtrain.data.splits import Splits, TensorSplit
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.log import counted
 from hvdtrain.tasks import Settings, Sums, Task
 from hvdtrain.train.job import Stateful
@@ -25,6 +29,8 @@ from hvdtrain.train.optimizers import UNSUITABLE
 from hvdtrain.train.step import Step
 
 Evaluate = Callable[[torch.nn.Module, Any], Sums]
+NOTHING = TensorSplit(torch.empty(0, 1), torch.empty(0, dtype=torch.int64))
+NO_DATA = Splits("", NOTHING, NOTHING)
 
 # The options of `hvdtrain train` that do not concern what the script itself decides.
 OPTIONS = (
@@ -36,6 +42,10 @@ OPTIONS = (
     *("output", "experiment", "seed", "log_interval", "eval_interval", "eval_every"),
     *("checkpoint_interval", "keep_checkpoints", "profile", "log_to", "single_worker", "resume"),
 )
+# What a script decides itself, by other means than an option.
+OWN = {"lr": "the learning rate", "warmup_epochs": "a warmup of the learning rate"}
+# --name, --name=value, and --name followed by a word, which may be its value.
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])(?:=([^\s:;,]+)| (\w+(?:\.\w+)*))?")
 
 
 class ScriptTask(Task):
@@ -72,7 +82,7 @@ class Script:
     optimizers: tuple[torch.optim.Optimizer, ...]
     further_state: Sequence[Stateful]
     task: ScriptTask
-    data: Splits
+    data: Splits = NO_DATA
     save_frozen: bool = True
     gathers: bool = False
     loop: int = 1  # its number among the loops of the script
@@ -92,54 +102,58 @@ def optimizer_problems(
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     state: Sequence[Stateful],
-) -> list[str]:
-    """Return what is wrong with the optimizers of a script, and with their parameters.
+) -> Iterator[str]:
+    """Yield what is wrong with the optimizers of a script, and with their parameters.
 
     `state`: further objects to save.
     """
     if not optimizers:
-        return ["hvdtrain.Loop: there is no optimizer"]
-    if foreign := [
-        optimizer for optimizer in optimizers if not isinstance(optimizer, torch.optim.Optimizer)
-    ]:
-        return [f"hvdtrain.Loop: an optimizer is a {type(foreign[0]).__name__}, not one of torch"]
-    problems = [*_parameter_problems(model)]
+        yield "there is no optimizer"
+        return
+    if foreign := [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]:
+        yield f"an optimizer is a {type(foreign[0]).__name__}, not one of torch"
+        return
+    yield from _parameter_problems(model)
     if nameless := [stateful for stateful in state if not _is_stateful(stateful)]:
-        problems.append(
-            f"hvdtrain.Loop: state has {nameless[0]!r:.60}, which has no state_dict() and "
-            "load_state_dict(): give objects such as schedules"
+        yield (
+            f"state has {nameless[0]!r:.60}, which has no state_dict() and load_state_dict(): give "
+            "objects such as schedules"
         )
     named = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     owned: set[int] = set()
     for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        if reason := UNSUITABLE.get(kind.lower()):
-            problems.append(f"hvdtrain.Loop: {kind} {reason}")
-        parameters = parameters_of(optimizer)
-        if others := sum(p.requires_grad and id(p) not in named for p in parameters):
-            problems.append(
-                f"hvdtrain.Loop: {counted(others, 'parameter')} of {kind} are not of the models "
-                "that it was given"
-            )
-        if shared := [named[id(p)] for p in parameters if id(p) in owned and id(p) in named]:
-            problems.append(f"hvdtrain.Loop: two optimizers have the parameter {shared[0]}")
-        owned |= {id(p) for p in parameters}
-        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-        kept = [stateful for stateful in state if getattr(stateful, "optimizer", None) is optimizer]
-        if (scheduled and not kept) or any(
-            schedule not in kept for schedule in _plateaus_of(optimizer)
-        ):
-            problems.append(
-                f"hvdtrain.Loop: {kind} has a learning rate schedule that would begin anew after a "
-                "resume: give state=[schedule]"
-            )
+        yield from _problems_of(optimizer, state, named, owned)
+        owned |= set(map(id, parameters_of(optimizer)))
     if missing := [name for parameter, name in named.items() if parameter not in owned]:
-        problems.append(
-            f"hvdtrain.Loop: no optimizer has the parameter {missing[0]} "
-            f"({len(missing)} of {len(named)}). Give it to one, or freeze it by "
-            "requires_grad_(False)"
+        yield (
+            f"no optimizer has the parameter {missing[0]} ({len(missing)} of {len(named)}). Give "
+            "it to one, or freeze it by requires_grad_(False)"
         )
-    return problems
+
+
+def _problems_of(
+    optimizer: torch.optim.Optimizer,
+    state: Sequence[Stateful],
+    named: Mapping[int, str],
+    owned: Set[int],
+) -> Iterator[str]:
+    """Yield what is wrong with an optimizer. `named`: the trainable parameters of the models, by
+    id. `owned`: the ids of those that the optimizers before it have.
+    """
+    kind, parameters = type(optimizer).__name__, parameters_of(optimizer)
+    if reason := UNSUITABLE.get(kind.lower()):
+        yield f"{kind} {reason}"
+    if others := sum(p.requires_grad and id(p) not in named for p in parameters):
+        yield (f"{counted(others, 'parameter')} of {kind} are not of the models that it was given")
+    if shared := [named[id(p)] for p in parameters if id(p) in owned and id(p) in named]:
+        yield f"two optimizers have the parameter {shared[0]}"
+    scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+    kept = [stateful for stateful in state if getattr(stateful, "optimizer", None) is optimizer]
+    if (scheduled and not kept) or any(one not in kept for one in _plateaus_of(optimizer)):
+        yield (
+            f"{kind} has a learning rate schedule that would begin anew after a resume: give "
+            "state=[schedule]"
+        )
 
 
 def _parameter_problems(model: torch.nn.Module) -> Iterator[str]:
@@ -147,16 +161,16 @@ def _parameter_problems(model: torch.nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             yield (
-                f"hvdtrain.Loop: the parameter {name} has no shape yet, as its layer is lazy: call "
-                "the model once with a batch before, and make the optimizer after that"
+                f"the parameter {name} has no shape yet, as its layer is lazy: call the model once "
+                "with a batch before, and make the optimizer after that"
             )
         elif any(
             size > 1 and not stride
             for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
         ):
             yield (
-                f"hvdtrain.Loop: elements of the parameter {name} share memory, so that it cannot "
-                "be written to: make it of tensor.clone()"
+                f"elements of the parameter {name} share memory, so that it cannot be written to: "
+                "make it of tensor.clone()"
             )
 
 
@@ -170,8 +184,11 @@ def _plateaus_of(optimizer: torch.optim.Optimizer) -> list[ReduceLROnPlateau]:
     for holder in [*holders]:
         if isinstance(holder, dict) and holder.get("optimizer") is optimizer:  # of attributes
             holders += gc.get_referrers(holder)
-    plateaus = [holder for holder in holders if issubclass(type(holder), ReduceLROnPlateau)]
-    return [plateau for plateau in plateaus if plateau.optimizer is optimizer]
+    return [
+        holder
+        for holder in holders
+        if issubclass(type(holder), ReduceLROnPlateau) and holder.optimizer is optimizer
+    ]
 
 
 Direction = Callable[[Script], Generator[Step, None, int]]
@@ -253,3 +270,48 @@ def directed_steps(script: Script) -> Iterator[Step] | None:
 def is_directed(script: Script) -> bool:
     """Return whether this is the loop for which `run_script` runs the script."""
     return loops.direction is not None and script.loop == loops.directed
+
+
+@contextmanager
+def in_words_of_script() -> Iterator[None]:
+    """Let errors raised within the context name keywords of hvdtrain.Loop instead of flags."""
+    try:
+        yield
+    except HvdtrainError as error:
+        error.args = tuple(
+            as_options(argument) if isinstance(argument, str) else argument
+            for argument in error.args
+        )
+        if isinstance(error, UsageError):
+            error.problems = tuple(map(as_options, error.problems))
+        raise
+
+
+def as_options(text: str) -> str:
+    """Return a message with experiment='a' for --experiment=a, and sync_bn=True for --sync-bn.
+
+    Flags of other commands, such as those of `doctor`, stay.
+    """
+    return FLAG.sub(_as_option, text)
+
+
+def _as_option(match: re.Match[str]) -> str:
+    name, value, word = match[1].replace("-", "_"), match[2], match[3]
+    rest = "" if word is None else f" {word}"
+    if name in OWN:
+        return OWN[name] + rest
+    if name not in OPTIONS:
+        return match[0]
+    option = train_options()[name]
+    if option.type is bool:
+        return f"{name}=True{rest}"
+    if value is None and word is not None and _is_value(word, option):
+        value, rest = word, ""
+    if value is None:
+        return name + rest
+    return f"{name}={value if option.type in (int, float) else repr(value)}{rest}"
+
+
+def _is_value(word: str, option: Option) -> bool:
+    """Return whether the word after a flag is its value, and not the next word of the sentence."""
+    return word in (*option.choices, "auto") or word.replace(".", "").isdigit()

@@ -18,19 +18,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from hvdtrain.errors import HvdtrainError, Stopped
-from hvdtrain.exchange import Exchange
-from hvdtrain.pulse import STOP_SIGNALS, Pulse
-from hvdtrain.records.ledger import Ledger
+from hvdtrain.pulse import STOP_SIGNALS
 from hvdtrain.slurm import in_job
-from hvdtrain.train.evaluate import Evaluation
-from hvdtrain.train.job import Job
-from hvdtrain.train.loop import State
-from hvdtrain.train.state import capture
 
 TOGETHER_S = 2.0  # further signals within this time are the same request
 NOTE_AFTER_S = 0.4  # mpirun sends SIGKILL 1 s after its SIGTERM
@@ -45,8 +38,7 @@ class StopSignals:
         self.note: Callable[[HvdtrainError], None] = lambda error: None
         self.give_up: Callable[[Stopped], None] = lambda error: None
         self._handlers: dict[int, Any] = {}
-        self._training = False
-        self._last_step_s = 0.0
+        self._training, self._last_step_s = False, 0.0
         self._over = threading.Event()
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)
@@ -125,34 +117,3 @@ class StopSignals:
                 if received[0] in self._handlers:
                     return received[0]
         return None
-
-
-@dataclass(frozen=True)
-class RunKeeper:
-    """The keeper of every rank: saving and stopping are collective; only rank 0's ledger writes."""
-
-    exchange: Exchange
-    ledger: Ledger
-    signals: StopSignals
-    pulse: Pulse
-
-    def stop_requested(self) -> bool:
-        self.signals.alive()
-        self.pulse.beat()
-        self.ledger.check_saved()
-        return self.signals.requested is not None
-
-    def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
-        progress = self.ledger.progress()
-        self.pulse.beat("save")
-        self.ledger.wait_until_saved()  # before the next copy of the state is made
-        self.pulse.beat("exchange")
-        snapshot = capture(job, state, self.exchange, progress)
-        self.pulse.beat("save")
-        self.ledger.saved(snapshot, evaluation)
-
-    def stop(self) -> NoReturn:
-        """Collective: raise Stopped on all ranks with the highest signal that any received."""
-        self.ledger.wait_until_saved()
-        numbers = self.exchange.all_gather_object(self.signals.requested, "hvdtrain.stop")
-        raise Stopped(max(number for number in numbers if number is not None))

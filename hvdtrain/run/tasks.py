@@ -27,8 +27,9 @@ from hvdtrain.data.feeding import PartSplit, in_order
 from hvdtrain.data.mixing import mixed
 from hvdtrain.data.sketch import SKETCH, sketch_of
 from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint
-from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange, run_on_all
+from hvdtrain.errors import UsageError, refuse
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.agreement import run_on_all
 from hvdtrain.log import counted
 from hvdtrain.models import IMAGE_SIZES, check_model, fit_dataset
 from hvdtrain.models import build_model as build_network
@@ -72,8 +73,16 @@ class TaskData:
                 f"{text}: {self.data.name} has only {counted(samples, 'sample')} to train on. "
                 f"Give --global-batch-size {samples} or less"
             )
-        shuffle = not in_order(self.data.train)
-        return GlobalBatchSampler(samples, global_batch_size, seed, self.parts, shuffle)
+        return GlobalBatchSampler(
+            samples, global_batch_size, seed, self.parts, shuffle=not in_order(self.data.train)
+        )
+
+
+def chosen_by(config: TrainConfig, kind: str) -> tuple[str, str]:
+    """Return the flag, with its value, that has chosen the `kind`, data or model."""
+    if config.model.task is not None:
+        return "--task", config.model.task
+    return f"--{kind}", config.data.data if kind == "data" else config.model.model
 
 
 def find_source(
@@ -88,9 +97,12 @@ def find_source(
     """
     hosts = hosts_of(exchange.all_gather_object(local_rank, "hvdtrain.local_ranks"))
     host = hosts[exchange.rank]
-    if script is None:
+    folder = Path(_of_host(config.data.data_dir, host, config))
+    if script is None and config.model.task is None:
         run_on_all(
-            exchange, "download", lambda: download(config, host) if local_rank == 0 else None
+            exchange,
+            "download",
+            lambda: fetch(config.data.data, folder) if local_rank == 0 else None,
         )
     shared = config.data.data_placement == "shared"
 
@@ -106,8 +118,7 @@ def find_source(
 
     task, data, fingerprints = run_on_all(exchange, "data", build)
     if not shared:
-        weights, virtual = config.batch.weights(exchange.size), config.batch.virtual_workers
-        source = _place(task, data, fingerprints, hosts, weights, virtual, exchange)
+        source = _place(task, data, fingerprints, hosts, config.batch, exchange)
         refuse_other_data(exchange, data, fingerprints, hosts)
         return source
     refuse_other_data(exchange, data, fingerprints, [0] * exchange.size)
@@ -122,10 +133,10 @@ def share_out(config: TrainConfig, workers: int) -> SharesLike:
 
 
 def _fingerprints(data: Splits, config: TrainConfig, script: Script | None) -> Fingerprints:
-    user = ("--task", config.model.task) if config.model.task else ("--data", config.data.data)
+    flag, name = chosen_by(config, "data")
     parts = {"train": data.train, "valid": data.valid}
     fingerprints = {
-        part: plugins.call(*user, partial(fingerprint, split)) for part, split in parts.items()
+        part: plugins.call(flag, name, partial(fingerprint, split)) for part, split in parts.items()
     }
     if script or config.model.task or plugins.is_plugin(config.data.data):
         for part, split in parts.items():
@@ -143,11 +154,11 @@ def _place(
     data: Splits,
     fingerprints: Fingerprints,
     hosts: list[int],
-    weights: Sequence[float],
-    virtual: int | None,
+    batch: BatchConfig,
     exchange: Exchange,
 ) -> TaskData:
     """Collective: return the parts of all hosts as one data set."""
+    weights, virtual = batch.weights(exchange.size), batch.virtual_workers
     local_part = (task.takeaway().get("classes"), len(data.train), len(data.valid))
     all_parts = exchange.all_gather_object(local_part, "hvdtrain.parts")
     all_fingerprints = exchange.all_gather_object(fingerprints, "hvdtrain.fingerprints")
@@ -155,18 +166,22 @@ def _place(
     run_on_all(
         exchange, "parts", lambda: _refuse_other_parts(all_parts, hosts, firsts, weights, virtual)
     )
-    placed = []
-    shares: list[SharesLike] = []
-    for number, split in ((1, data.train), (2, data.valid)):
-        lengths = tuple(all_parts[rank][number] for rank in firsts)
-        start = sum(lengths[: hosts[exchange.rank]])
-        placed.append(PartSplit(split, start, sum(lengths)))
-        shares.append(_placed_shares(lengths, hosts, weights, virtual))
-    parts = tuple(all_parts[rank][1] for rank in firsts)
-    note = f"{data.note}; parts of {' + '.join(map(str, parts))} samples on {len(parts)} hosts"
-    whole = replace(data, train=placed[0], valid=placed[1], note=note)
+    _, train, valid = zip(*(all_parts[rank] for rank in firsts), strict=True)
+    host = hosts[exchange.rank]
+    note = f"{data.note}; parts of {' + '.join(map(str, train))} samples on {len(train)} hosts"
+    whole = replace(
+        data,
+        train=PartSplit(data.train, sum(train[:host]), sum(train)),
+        valid=PartSplit(data.valid, sum(valid[:host]), sum(valid)),
+        note=note,
+    )
     return TaskData(
-        task, whole, parts, shares[0], shares[1], [all_fingerprints[rank] for rank in firsts]
+        task,
+        whole,
+        parts=train,
+        shares=_placed_shares(train, hosts, weights, virtual),
+        valid_shares=_placed_shares(valid, hosts, weights, virtual),
+        fingerprints=[all_fingerprints[rank] for rank in firsts],
     )
 
 
@@ -180,10 +195,8 @@ def _placed_shares(
     host_of_worker = [host for host, count in enumerate(of_hosts) for _ in range(count)]
     counts: list[int] = []
     for host, count in enumerate(of_hosts):
-        host_weights = [
-            weight for weight, other in zip(weights, hosts, strict=True) if other == host
-        ]
-        counts += Shares(len(host_weights), host_weights).sizes(count)
+        local = [weight for weight, other in zip(weights, hosts, strict=True) if other == host]
+        counts += Shares(len(local), local).sizes(count)
     return VirtualShares(PlacedShares(lengths, host_of_worker, (1.0,) * virtual), counts)
 
 
@@ -222,25 +235,17 @@ def _refuse_other_parts(
                 f"--data-placement=per-host: rank {rank} on host {hosts[rank]} reads {train} and "
                 f"{valid} samples, another rank of that host {first[1]} and {first[2]}"
             )
-    if problems:
-        raise UsageError(*problems)
-
-
-def download(config: TrainConfig, host: int) -> None:
-    """Download missing files of the data set, if its source is known."""
-    if config.model.task is None:
-        fetch(config.data.data, Path(_of_host(config.data.data_dir, host, config)))
+    refuse(problems)
 
 
 def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Task:
     """Return the task that `--task` names, or classification. Raises UsageError."""
-    dtype = DTYPES[config.model.dtype]
     settings = Settings(
         model=config.model.model,
         data=_of_host(config.data.data, host, config),
         data_dir=Path(_of_host(config.data.data_dir, host, config)),
         seed=config.run.seed,
-        dtype=dtype,
+        dtype=DTYPES[config.model.dtype],
     )
     if config.model.task is None:
         return _classification(config, settings, workers_here)
@@ -259,8 +264,7 @@ def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Tas
 
 
 def _of_host(path: str, host: int, config: TrainConfig) -> str:
-    placed = config.data.data_placement == "per-host"
-    return path.replace("{host}", str(host)) if placed else path
+    return path.replace("{host}", str(host)) if config.data.data_placement != "shared" else path
 
 
 def _classification(config: TrainConfig, settings: Settings, workers_here: int) -> Task:

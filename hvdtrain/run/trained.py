@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hvdtrain.config import DataConfig
+from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, known_options
 from hvdtrain.config.plugins import is_plugin, refuse_code_of, refuse_data_of
 from hvdtrain.data import Shares
@@ -21,7 +22,7 @@ from hvdtrain.data.reading import BadSample
 from hvdtrain.data.splits import MAX_PIXELS, ImageFormat, Splits
 from hvdtrain.data.transforms import normalised, resize
 from hvdtrain.documents import check
-from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
+from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError, refuse
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.files import write_json
 from hvdtrain.log import complain, counted, say
@@ -30,14 +31,8 @@ from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import DTYPES, build_data, build_model, build_task
 from hvdtrain.tasks import Task
 from hvdtrain.topology import Topology
-from hvdtrain.train.checkpoint import (
-    STATE_FILE,
-    DamagedCheckpoint,
-    load_state,
-    load_weights,
-)
+from hvdtrain.train.checkpoint import STATE_FILE, DamagedCheckpoint, load_state, load_weights
 from hvdtrain.train.devices import choose_device
-from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.evaluate import evaluate as evaluate_split
 from hvdtrain.train.state import completed, load_model
 from hvdtrain.train.step import Step
@@ -72,23 +67,21 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     if "config" not in takeaway:
         raise UsageError(f"{source}: its checkpoint does not record how it was trained")
     if command := takeaway["config"].get("script"):
-        _check(source, {"script": command}, {"script": [str]})
+        _parsed(source, check, {"script": command}, {"script": [str]})
         if not arguments["trust_code"]:
             refuse_code_of(source, {}, command)
-        replaced = [name for name in overrides if arguments.get(name) is not None]
-        if refused := [name for name in replaced if name != "device"]:
+        if refused := [name for name in _explicit(arguments, overrides) if name != "device"]:
             raise UsageError(
-                f"--{refused[0].replace('_', '-')}: {source} is the run of a script, which decides "
+                f"{flag_of(refused[0])}: {source} is the run of a script, which decides "
                 "that itself: leave it out"
             )
-        loop = takeaway["config"].get("loop", 1)
         return run_script(
-            command, lambda script: _of_script(script, weights, arguments), source, loop
+            command,
+            lambda script: _of_script(script, weights, arguments),
+            source,
+            takeaway["config"].get("loop", 1),
         )
-    try:
-        stored = known_options(takeaway["config"])
-    except ValueError as error:
-        raise UsageError(f"{source}: its checkpoint is not what a run writes: {error}") from error
+    stored = _parsed(source, known_options, takeaway["config"])
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
     config = build_config(_chosen(source, stored, overrides, arguments))
     if (config.model.num_classes or 0) > sum(tensor.numel() for tensor in weights.values()):
@@ -100,19 +93,16 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     if config.model.task is None:
         _refuse_other_sizes(source, config.model.model, task.build_model, weights)
     model = _with_weights(build_model(task, config), weights, source)
-    evaluation = _evaluate(model, task, build_data(task, config), config.model.device)
-    write_json(arguments["json"], evaluation.plain() | {"classes": takeaway.get("classes")})
+    figures = _evaluate(model, task, build_data(task, config), config.model.device)
+    write_json(arguments["json"], figures | {"classes": trained})
     return EXIT_OK
 
 
 def _other_classes(classes: Any, trained: Any) -> str:
     """Return how the classes of data differ from those that a model was trained on."""
     ours, theirs = (names if isinstance(names, list) else [names] for names in (classes, trained))
-    number, (name, other) = next(
-        (number, pair)
-        for number, pair in enumerate(zip_longest(ours, theirs))
-        if pair[0] != pair[1]
-    )
+    pairs = enumerate(zip_longest(ours, theirs))
+    number, (name, other) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
     return (
         f"its {len(ours):,} classes are not the {len(theirs):,} of the model: "
         f"number {number} is {name!r}, in the model {other!r}"
@@ -127,28 +117,28 @@ def _of_script(
     if not len(script.data.valid):
         raise UsageError(f"{script.path}: its loop has no samples to validate with")
     model = _with_weights(script.model, weights, Path(arguments["source"]))
-    evaluation = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
-    write_json(arguments["json"], evaluation.plain())
+    figures = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
+    write_json(arguments["json"], figures)
     return EXIT_OK
 
 
-def _evaluate(model: torch.nn.Module, task: Task, data: Splits, device_name: str) -> Evaluation:
-    """Evaluate on one device, and print the result."""
+def _evaluate(model: torch.nn.Module, task: Task, data: Splits, device_name: str) -> dict[str, Any]:
+    """Evaluate on one device, print the result, and return it as plain values."""
     device = choose_device(device_name, Topology())
-    model = model.to(device)
-    evaluation = evaluate_split(model, task, data.valid, Shares(1), SingleProcess(), device)
+    evaluation = evaluate_split(
+        model.to(device), task, data.valid, Shares(1), SingleProcess(), device
+    )
     if evaluation.samples == 0:
         raise HvdtrainError(f"none of the {len(data.valid):,} samples of {data.name} could be read")
     bad = len(data.valid) - evaluation.samples
     skipped = f"; {bad:,} more could not be read, and were left out" if bad else ""
-    lines = [f"{data.name}, {counted(evaluation.samples, 'sample')}{skipped}"]
-    lines.append(f"  loss {evaluation.loss:.6g}")
-    lines += [f"  {name} {value:.4f}" for name, value in evaluation.metrics.items()]
-    if accuracy := evaluation.class_accuracy():
-        seen = [part for part in accuracy if part is not None]
-        lines.append(f"  worst class {min(seen):.4f}, best class {max(seen):.4f}")
-    say("\n".join(lines))
-    return evaluation
+    say(f"{data.name}, {counted(evaluation.samples, 'sample')}{skipped}")
+    say(f"  loss {evaluation.loss:.6g}")
+    for name, value in evaluation.metrics.items():
+        say(f"  {name} {value:.4f}")
+    if seen := [part for part in evaluation.class_accuracy() or () if part is not None]:
+        say(f"  worst class {min(seen):.4f}, best class {max(seen):.4f}")
+    return evaluation.plain()
 
 
 def predict(arguments: dict[str, Any]) -> int:
@@ -170,16 +160,15 @@ def predict(arguments: dict[str, Any]) -> int:
     pixels_each = max(form.height * form.width, shape[1] * shape[2])
     at_a_time = max(1, min(PREDICTED_AT_A_TIME, MOST_PIXELS_AT_A_TIME // pixels_each))
     for start in range(0, len(paths), at_a_time):
-        part = paths[start : start + at_a_time]
-        read, pixels = _read(part, form, most or MAX_PIXELS)
-        if not read:
-            continue
-        inputs = resize(normalised(torch.stack(pixels), form, dtype), shape[1:])
-        with torch.no_grad():
-            scores = model(inputs.to(device)).softmax(dim=1).tolist()
-        printed = _print_best(read, scores, classes, arguments["top"])
-        predicted += len(printed)
-        records += printed if arguments["json"] else []
+        read = _readable(paths[start : start + at_a_time], form, most or MAX_PIXELS)
+        if read:
+            stacked = torch.stack([pixels for _, pixels in read])
+            inputs = resize(normalised(stacked, form, dtype), shape[1:])
+            with torch.no_grad():
+                scores = model(inputs.to(device)).softmax(dim=1).tolist()
+            printed = _print_best([path for path, _ in read], scores, classes, arguments["top"])
+            predicted += len(printed)
+            records += printed if arguments["json"] else []
     write_json(arguments["json"], records)
     bad = len(paths) - predicted
     if not predicted or (bad and not arguments["skip_bad_samples"]):
@@ -205,7 +194,7 @@ def _chosen(
     """Return `stored` with those of `names` replaced that the command line gives. Raises UsageError
     if the checkpoint alone names code to run, unless --trust-code is given.
     """
-    explicit = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    explicit = _explicit(arguments, names)
     left = {
         f"--{name}": stored.get(name)
         for name in MAY_NAME_CODE
@@ -217,9 +206,15 @@ def _chosen(
     return stored | explicit
 
 
-def _check(source: Path, values: Takeaway, kinds: Mapping[str, Any]) -> None:
+def _explicit(arguments: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the values of those of `names` that the command line gives."""
+    return {name: arguments[name] for name in names if arguments.get(name) is not None}
+
+
+def _parsed(source: Path, parse: Callable[..., Any], *values: Any) -> Any:
+    """Return what `parse` makes of values of a checkpoint. Raises UsageError for a ValueError."""
     try:
-        check(values, kinds)
+        return parse(*values)
     except ValueError as error:
         raise UsageError(f"{source}: its checkpoint is not what a run writes: {error}") from error
 
@@ -260,10 +255,10 @@ def _with_weights(model: torch.nn.Module, weights: Weights, source: Path) -> tor
 def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:
     """Return how an image file is converted to an input. Raises UsageError if it is unknown."""
     if takeaway.get("images") is not None:
-        _check(source, takeaway, OF_CLASSIFIERS)
+        _parsed(source, check, takeaway, OF_CLASSIFIERS)
         shape = takeaway.get("shape", [])
-        lacking = OF_CLASSIFIERS.keys() - takeaway.keys()
-        if lacking or takeaway["dtype"] not in DTYPES or len(shape) != 3 or min(shape) < 1:
+        is_whole = takeaway.keys() >= OF_CLASSIFIERS.keys() and takeaway["dtype"] in DTYPES
+        if not is_whole or len(shape) != 3 or min(shape) < 1:
             raise UsageError(f"{source}: its checkpoint is not what a run writes")
         try:
             image_format = ImageFormat(**takeaway["images"])
@@ -305,23 +300,22 @@ def _images(names: list[str]) -> list[Path]:
             paths.append(path)
         else:
             problems.append(f"{path}: no such file or folder")
-    if problems:
-        raise UsageError(*problems)
+    refuse(problems)
     return paths
 
 
-def _read(
+def _readable(
     paths: list[Path], form: ImageFormat, max_pixels: int
-) -> tuple[list[Path], list[torch.Tensor]]:
-    """Return the paths that can be read, and their pixels; print the reasons for the others."""
-    read, pixels = [], []
+) -> list[tuple[Path, torch.Tensor]]:
+    """Return the paths that can be read, with their pixels; print the reasons for the others."""
+    read = []
     for path in paths:
         try:
-            pixels.append(centred(read_image(path, form.channels, max_pixels), form))
-            read.append(path)
+            pixels = read_image(path, form.channels, max_pixels)
+            read.append((path, centred(pixels, form)))
         except BadSample as error:
             complain(f"skipped: {error}")
-    return read, pixels
+    return read
 
 
 def _print_best(

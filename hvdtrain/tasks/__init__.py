@@ -125,8 +125,9 @@ def valid_metrics_of(task: Task) -> tuple[str, ...]:
 def as_sums(result: Any, task: Task, training: bool) -> Sums:
     """Return the result of a task for a batch. Raises TrainingError unless it is a `Sums`."""
     if not isinstance(result, Sums):
-        name = _name_of(task, training)
-        raise TrainingError(f"{name} returned {type(result).__name__}, expected hvdtrain.Sums")
+        raise TrainingError(
+            f"{_name_of(task, training)} returned {type(result).__name__}, expected hvdtrain.Sums"
+        )
     return result
 
 
@@ -135,10 +136,9 @@ def check_sums(sums: Any, task: Task, samples: int, training: bool) -> Sums:
 
     Raises TrainingError unless it matches what the task declares.
     """
-    checked, name = as_sums(sums, task, training), _name_of(task, training)
-    problems = "; ".join(_wrong_in(checked, task, samples, training))
-    if problems:
-        raise TrainingError(f"{name}: {problems}")
+    checked = as_sums(sums, task, training)
+    if problems := "; ".join(_wrong_in(checked, task, samples, training)):
+        raise TrainingError(f"{_name_of(task, training)}: {problems}")
     return checked
 
 
@@ -168,5 +168,4 @@ def _wrong_in(sums: Sums, task: Task, samples: int, training: bool) -> Iterator[
 
 
 def _kind(value: Any) -> str:
-    kind = f"a {type(value).__name__}"
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else kind
+    return str([*value.shape]) if torch.is_tensor(value) else f"a {type(value).__name__}"

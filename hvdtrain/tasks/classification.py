@@ -58,9 +58,8 @@ class Classification(Task):
         scores = self._scores(model, inputs)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if isinstance(batch, Mixed):
-            losses = self._losses(scores, labels)
+            losses, shares = self._losses(scores, labels), batch.shares.to(scores.dtype)
             partner_losses = self._losses(scores, batch.partner_labels)
-            shares = batch.shares.to(scores.dtype)
             loss = (losses * shares + partner_losses * (1 - shares)).sum()
             labels = torch.where(batch.shares >= 0.5, labels, batch.partner_labels)
         else:
@@ -71,9 +70,8 @@ class Classification(Task):
     def _losses(
         self, scores: torch.Tensor, labels: torch.Tensor, reduction: str = "none"
     ) -> torch.Tensor:
-        smoothing = self._label_smoothing
         return functional.cross_entropy(
-            scores, labels, reduction=reduction, label_smoothing=smoothing
+            scores, labels, reduction=reduction, label_smoothing=self._label_smoothing
         )
 
     def evaluate(self, model: torch.nn.Module, batch: Batch | Mixed) -> Sums:

@@ -42,9 +42,7 @@ def mean_in(loss: torch.Tensor, count: float) -> str | None:
     What is multiplied by the count again is a sum; what is divided by it is a mean. Of several
     losses that are added, all must be means: a penalty beside a sum may be one.
     """
-    if loss.grad_fn is None:
-        return None
-    return _mean_at(_of_graph(loss.grad_fn), count, 0, 0) if count > 1 else None
+    return None if loss.grad_fn is None else _mean_at(_of_graph(loss.grad_fn), count)
 
 
 class Recorder(TorchDispatchMode):
@@ -57,7 +55,7 @@ class Recorder(TorchDispatchMode):
 
     def mean_in(self, loss: torch.Tensor, count: float) -> str | None:
         """Return what the function of this name does, for a value that was made in the context."""
-        return _mean_at(self._made.get(id(loss)), count, 0, 0) if count > 1 else None
+        return _mean_at(self._made.get(id(loss)), count)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -74,13 +72,12 @@ class Recorder(TorchDispatchMode):
         self, name: str, func: Any, args: Any, kwargs: Mapping[str, Any], made: torch.Tensor
     ) -> None:
         arguments = func._schema.arguments
-        bound = {arg.name: arg.default_value for arg in arguments if arg.has_default_value()}
-        bound.update(zip((arg.name for arg in arguments), args, strict=False))
-        bound.update(kwargs)
+        defaults = {arg.name: arg.default_value for arg in arguments if arg.has_default_value()}
+        positional = dict(zip((arg.name for arg in arguments), args, strict=False))
+        reduction = {**defaults, **positional, **kwargs}.get("reduction")
         tensors = [*tensors_in(args)]
-        inputs = [self._made.get(id(tensor)) for tensor in tensors]
-        recorded = [operation for operation in inputs if operation is not None]
-        reduction = bound.get("reduction")
+        made_by = (self._made.get(id(tensor)) for tensor in tensors)
+        recorded = [operation for operation in made_by if operation is not None]
         if not recorded and name not in ("mean", "sum") and reduction not in (MEAN, SUM):
             return  # a number that no loss is part of
         number = math.nan
@@ -112,21 +109,19 @@ def _of_graph(node: Any) -> Operation:
     )
 
 
-def _mean_at(operation: Operation | None, count: float, power: int, depth: int) -> str | None:
+def _mean_at(
+    operation: Operation | None, count: float, power: int = 0, depth: int = 0
+) -> str | None:
     """Return the operation that makes a value a mean, times `count` to `power`."""
-    if operation is None or not operation.name or depth > DEEPEST:
+    if operation is None or not operation.name or depth > DEEPEST or count <= 1:
         return None
     name, reduction = operation.name, operation.reduction
     of_one = name in ("Mean", "Sum") and operation.is_of_one
-    if of_one or name.startswith(UNCHANGING):
+    if of_one or name in ("Mul", "Div") or name.startswith(UNCHANGING):
         inputs = operation.inputs()
+        if name in ("Mul", "Div"):
+            power += _power(operation.number, count, name == "Div")
         return _mean_at(inputs[0], count, power, depth + 1) if len(inputs) == 1 else None
-    if name in ("Mul", "Div"):
-        inputs = operation.inputs()
-        if len(inputs) != 1:
-            return None
-        power += _power(operation.number, count, name == "Div")
-        return _mean_at(inputs[0], count, power, depth + 1)
     added: Sequence[Operation | None] = operation.inputs() if name in ("Add", "Sub", "Sum") else ()
     if name == "Sum" and len(added) == 1 and added[0] and added[0].name.startswith("Stack"):
         name, added = "Add", added[0].inputs()
@@ -159,6 +154,4 @@ def _power(number: float, count: float, divides: bool) -> int:
     times = abs(number) / count
     if round(times) < 1 or not math.isclose(times, round(times), rel_tol=1e-5):
         return 0
-    if not divides:
-        return 1
-    return -1 if round(times) == 1 else 0
+    return -int(round(times) == 1) if divides else 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from hvdtrain.exchange import Exchange
-from hvdtrain.exchange.differentiable import summed
+from hvdtrain.exchange import Exchange, summed
+from hvdtrain.train.buffers import replaced, slots_of
+
+RUNNING = ("running_mean", "running_var")  # statistics of normalisation layers
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -34,9 +36,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Compute what the layer's own class does; a collective in training mode."""
-        if not self.training:
-            return super().forward(*inputs, **named_inputs)
-        with _Replacement(self):
+        with _Replacement(self) if self.training else nullcontext():
             return super().forward(*inputs, **named_inputs)
 
 
@@ -97,16 +97,15 @@ def _statistics(
     if not layer.counts:
         wide = wide[:0]
     dims = [0, *range(2, values.dim())]
-    own_count = wide.new_full((1,), wide.numel() / values.size(1))
-    own_sums = torch.cat([wide.sum(dims), own_count])
-    sums = summed(own_sums, exchange, f"{collective}.mean", layer.counts)
+    local_count = wide.new_full((1,), wide.numel() / values.size(1))
+    local_sums = torch.cat([wide.sum(dims), local_count])
+    sums = summed(local_sums, exchange, f"{collective}.mean", layer.counts)
     count = float(sums[-1].detach())
     if count <= 1:
         raise ValueError("batch norm needs more than one value per channel over all ranks")
     mean = sums[:-1] / count
     centred = wide - mean.view(1, -1, *[1] * (values.dim() - 2))
-    squares = centred.square().sum(dims)
-    squares = summed(squares, exchange, f"{collective}.variance", layer.counts)
+    squares = summed(centred.square().sum(dims), exchange, f"{collective}.variance", layer.counts)
     return mean, squares / count, count
 
 
@@ -119,8 +118,10 @@ def normalises_over_batch(model: nn.Module) -> bool:
     """Return whether any layer normalises over the batch in its present mode: a frozen one, in
     evaluation mode, uses its running statistics.
     """
-    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-    return any(layer.training or layer.running_mean is None for layer in layers)
+    return any(
+        isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )
 
 
 def convert_to_sync(model: nn.Module, exchange: Exchange, every: bool = True) -> None:
@@ -165,35 +166,26 @@ def _synchronised(kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
 def running_statistics(model: nn.Module) -> list[str]:
     """Return the names of the running means and variances that are not synchronised."""
     return [
-        f"{path}.{name}" if path else name
-        for path, layer in model.named_modules()
+        name
+        for name, layer, key in slots_of(model)
         if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
-        for name in ("running_mean", "running_var")
-        if getattr(layer, name) is not None
+        if key in RUNNING and layer._buffers[key] is not None
     ]
 
 
-@contextmanager
 def averaged_statistics(
     model: nn.Module, exchange: Exchange, own_weight: float
-) -> Iterator[nn.Module]:
-    """Collective: yield the model with running statistics averaged over ranks.
+) -> AbstractContextManager[nn.Module]:
+    """Collective: return a context of the model with running statistics averaged over ranks.
 
     `own_weight`: proportional to this rank's samples. On exit each rank has its own ones again.
     """
-    buffers = [model.get_buffer(name) for name in running_statistics(model)]
-    if exchange.size == 1 or not buffers:
-        yield model
-        return
-    local_buffers = [buffer.clone() for buffer in buffers]
-    flat = torch.cat([buffer.reshape(-1).double() * own_weight for buffer in local_buffers])
+    names = running_statistics(model)
+    if exchange.size == 1 or not names:
+        return nullcontext(model)
+    buffers = [model.get_buffer(name) for name in names]
+    flat = torch.cat([buffer.reshape(-1).double() * own_weight for buffer in buffers])
     flat = torch.cat([flat, flat.new_tensor([own_weight])])
     total = exchange.sum_later(flat, "hvdtrain.statistics")()
     averages = (total[:-1] / total[-1]).split([buffer.numel() for buffer in buffers])
-    try:
-        for buffer, average in zip(buffers, averages, strict=True):
-            buffer.copy_(average.view_as(buffer))
-        yield model
-    finally:
-        for buffer, before in zip(buffers, local_buffers, strict=True):
-            buffer.copy_(before)
+    return replaced(model, dict(zip(names, averages, strict=True)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,13 @@ OBJECT_TIMES = 20  # the objects of a pickle may take so many times its bytes
 OBJECT_BYTES = 256 << 20  # ... and these
 NO_MEMORY = "can't allocate memory"  # torch's words
 ZIP = b"PK\x03\x04"
+ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
+COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
+SPARSE_PARTS: dict[torch.layout, Sequence[Callable[[torch.Tensor], torch.Tensor]]] = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), COLUMNS),
+}
 
 
 class Inflated(ValueError):
@@ -74,8 +81,7 @@ def read_torch(path: Path) -> Any:
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file. Raises Inflated, OSError, SafetensorError."""
     with open_bytes(path) as stream:
-        length = min(int.from_bytes(stream.read(8), "little"), LONGEST_HEADER)
-        header = stream.read(length)
+        header = stream.read(min(int.from_bytes(stream.read(8), "little"), LONGEST_HEADER))
     # A lower bound of neither is needed: what is counted in texts is small change.
     if header.count(b"{") > MOST_TENSORS or header.count(b",") > COMMAS_PER_TENSOR * MOST_TENSORS:
         raise Inflated(
@@ -83,7 +89,9 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
             "index, as transformers does"
         )
     del header
-    return load(path.read_bytes()) if _is_undecodable(path) else load_file(path)
+    # A name in another encoding than this system's is no text, which safetensors needs.
+    is_undecodable = any("\udc80" <= character <= "\udcff" for character in str(path))
+    return load(path.read_bytes()) if is_undecodable else load_file(path)
 
 
 def most_bytes(size: int) -> int:
@@ -91,19 +99,13 @@ def most_bytes(size: int) -> int:
     return MOST_TIMES * size + ROOM_BYTES
 
 
-def _is_undecodable(path: Path) -> bool:
-    """Return whether a name is in another encoding than this system's: safetensors needs text."""
-    return any("\udc80" <= character <= "\udcff" for character in str(path))
-
-
 def _unpacked_bytes(stream: IO[bytes], size: int) -> tuple[int, int]:
     """Return how many bytes a file of torch.save unpacks to, and how many of them may be pickled.
 
     Raises Inflated for an archive that unpacks to far more: torch.save itself does not compress.
     """
-    is_zip = stream.read(len(ZIP)) == ZIP
     unpacked = pickled = size
-    if is_zip:
+    if stream.read(len(ZIP)) == ZIP:
         try:
             with zipfile.ZipFile(stream) as archive:
                 entries = archive.infolist()
@@ -154,13 +156,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that one consists of."""
     if tensor.is_meta:
         return []
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
+    return [part_of(tensor) for part_of in SPARSE_PARTS.get(tensor.layout, ())] or [tensor]
 
 
 def _refuse_indices_outside(tensor: torch.Tensor) -> None:

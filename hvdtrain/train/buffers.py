@@ -3,49 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.exchange import Exchange, tensors_sha256
-from hvdtrain.tensors import copied_to_cpu
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.canonical import check_types
+from hvdtrain.tensors import copied_to_cpu, tensors_sha256
 
 Buffers = dict[str, torch.Tensor | None]
 
 
-def _slots(model: torch.nn.Module) -> Iterator[tuple[str, Buffers, str]]:
-    """Yield the full name of each buffer, the dictionary that holds it, and its key."""
+def slots_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Yield the full name of each buffer, the module that holds it, and its key there."""
     for path, module in model.named_modules():
         for key in module._buffers:
-            yield f"{path}.{key}" if path else key, module._buffers, key
+            yield f"{path}.{key}" if path else key, module, key
 
 
 def buffers_of(model: torch.nn.Module) -> Buffers:
     """Return copies of all buffers by name; None for those that are not set."""
     return {
-        name: None if (buffer := held[key]) is None else buffer.clone()
-        for name, held, key in _slots(model)
+        name: None if (buffer := module._buffers[key]) is None else buffer.clone()
+        for name, module, key in slots_of(model)
     }
 
 
 def load_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
     """Copy into the model's buffers; replace one that had none, another shape or another type."""
-    for name, held, key in _slots(model):
+    for name, module, key in slots_of(model):
         if name not in buffers:
             continue
-        old, new = held[key], buffers[name]
+        old, new = module._buffers[key], buffers[name]
         if new is None:
-            held[key] = None
+            module._buffers[key] = None
         elif old is not None and _is_plain(old) and _is_plain(new) and old.numel() == new.numel():
             old.copy_(new.view_as(old))
         else:
             device = old.device if old is not None else next(model.parameters()).device
-            held[key] = new.to(device, copy=True)
+            module._buffers[key] = new.to(device, copy=True)
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     return buffer.layout is torch.strided and buffer.is_contiguous()
+
+
+@contextmanager
+def replaced(
+    model: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]
+) -> Iterator[torch.nn.Module]:
+    """Yield the model with these values of buffers; then it has its own values of them again."""
+    before = {name: buffer for name, buffer in buffers_of(model).items() if name in buffers}
+    load_buffers(model, buffers)
+    try:
+        yield model
+    finally:
+        load_buffers(model, before)
 
 
 def differing_buffers(model: torch.nn.Module, exchange: Exchange) -> list[str]:
@@ -57,36 +72,34 @@ def differing_buffers(model: torch.nn.Module, exchange: Exchange) -> list[str]:
         return []
     digests = {
         name: tensors_sha256({name: buffer})
-        for name, buffer in _others(model).items()
-        if buffer is not None
+        for name, module, key in slots_of(model)
+        if not isinstance(module, _BatchNorm) and (buffer := module._buffers[key]) is not None
     }
     each = exchange.all_gather_object(digests, "hvdtrain.buffers")
     names = dict.fromkeys(name for held in each for name in held)
     return [name for name in names if any(held.get(name) != each[0].get(name) for held in each)]
 
 
-@contextmanager
-def with_buffers_of_rank_0(model: torch.nn.Module, exchange: Exchange) -> Iterator[None]:
-    """Collective: within the context all ranks have rank 0's values of `differing_buffers`."""
-    names = differing_buffers(model, exchange)
-    if not names:
-        yield
-        return
-    before = buffers_of(model)
-    differing = copied_to_cpu({name: before.get(name) for name in names})
-    load_buffers(model, exchange.broadcast_object(differing, "hvdtrain.buffers.of_rank_0"))
-    try:
-        yield
-    finally:
-        load_buffers(model, {name: before.get(name) for name in names})
+def with_buffers_of_rank_0(
+    model: torch.nn.Module, exchange: Exchange
+) -> AbstractContextManager[torch.nn.Module]:
+    """Collective: return a context in which all ranks have rank 0's `differing_buffers`."""
+    if not (names := differing_buffers(model, exchange)):
+        return nullcontext(model)
+    held = buffers_of(model)
+    differing = copied_to_cpu({name: held.get(name) for name in names})
+    return replaced(model, exchange.broadcast_object(differing, "hvdtrain.buffers.of_rank_0"))
 
 
-def _others(model: torch.nn.Module) -> Buffers:
-    """Return the buffers of all layers but batch norm, by name."""
-    batch_norm = {
-        f"{path}.{key}" if path else key
-        for path, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        for key in module._buffers
-    }
-    return {name: held[key] for name, held, key in _slots(model) if name not in batch_norm}
+def check_model(model: torch.nn.Module) -> None:
+    """Raise UsageError for a model that virtual workers cannot share."""
+    check_types(model)
+    storages = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        dense = buffer.layout is torch.strided and buffer.numel()
+        if dense and (parameter := storages.get(buffer.untyped_storage().data_ptr())):
+            raise UsageError(
+                f"--virtual-workers: the buffer {name} shares memory with the parameter "
+                f"{parameter}: each virtual worker has its own buffers, but all share the "
+                "parameters. Clone it"
+            )

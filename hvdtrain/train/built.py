@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange.distributed_optimizer import first_difference
+from hvdtrain.exchange.agreement import first_difference
 from hvdtrain.tensors import items_of
 
 Settings = dict[str, Any]  # plain values by their path
@@ -27,14 +27,21 @@ def built_of(
     optimizers: Sequence[torch.optim.Optimizer], further_state: Sequence[Any]
 ) -> dict[str, Any]:
     """Return types and settings of optimizers and further objects; plain values, to be saved."""
-    groups = [[_chosen(group) for group in one.param_groups] for one in optimizers]
-    schedules = [
-        stateful.state_dict() if isinstance(stateful, LRScheduler) else {}
-        for stateful in further_state
-    ]
     return {
-        "optimizers": [_named(*pair) for pair in zip(optimizers, groups, strict=True)],
-        "state": [_named(*pair) for pair in zip(further_state, schedules, strict=True)],
+        "optimizers": [
+            _named(
+                optimizer,
+                [
+                    {key: value for key, value in group.items() if key not in EXECUTION}
+                    for group in optimizer.param_groups
+                ],
+            )
+            for optimizer in optimizers
+        ],
+        "state": [
+            _named(stateful, stateful.state_dict() if isinstance(stateful, LRScheduler) else {})
+            for stateful in further_state
+        ],
     }
 
 
@@ -49,10 +56,15 @@ def refuse_other_build(
     for kind, what in (("optimizers", "the optimizer"), ("state", "of state, the")):
         problems += _of_objects(kind, what, saved.get(kind, built[kind]), built[kind])
     if not saved:
-        counts = 1 + len(state.get("further_optimizers", ())), len(state.get("further_state", ()))
-        for kind, there in zip(("optimizers", "state"), counts, strict=True):
-            if len(built[kind]) != there:
-                problems.append(f"{kind}: there are {len(built[kind])}, and were {there}")
+        counts = {
+            "optimizers": 1 + len(state.get("further_optimizers", ())),
+            "state": len(state.get("further_state", ())),
+        }
+        problems += [
+            f"{kind}: there are {len(built[kind])}, and were {there}"
+            for kind, there in counts.items()
+            if len(built[kind]) != there
+        ]
     if problems:
         problems = [f"--resume: {problem}" for problem in problems]
         problems[-1] += (
@@ -60,10 +72,6 @@ def refuse_other_build(
             "--experiment"
         )
         raise UsageError(*problems)
-
-
-def _chosen(group: Mapping[str, Any]) -> Settings:
-    return {key: value for key, value in group.items() if key not in EXECUTION}
 
 
 def _named(one: Any, settings: Any) -> dict[str, Any]:
@@ -114,14 +122,14 @@ def _of_objects(
         return
     for number, (now, before) in enumerate(zip(here, there, strict=True)):
         current, old = now["settings"], before["settings"]
-        for path in dict.fromkeys([*current, *old]):
-            if not _alike(current.get(path), old.get(path)):
-                name = now["kind"] + (f" (number {number})" if len(here) > 1 else "")
-                yield (
-                    f"{what} {name}: {path} is {current.get(path)}, and was {old.get(path)} when "
-                    "the run began"
-                )
-                break
+        paths = dict.fromkeys([*current, *old])
+        changes = [path for path in paths if not _alike(current.get(path), old.get(path))]
+        for path in changes[:1]:
+            name = now["kind"] + (f" (number {number})" if len(here) > 1 else "")
+            yield (
+                f"{what} {name}: {path} is {current.get(path)}, and was {old.get(path)} when "
+                "the run began"
+            )
 
 
 def _alike(one: Any, two: Any) -> bool:

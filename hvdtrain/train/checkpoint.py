@@ -14,20 +14,20 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from hvdtrain.documents import FIELDS, check, parse_json, read_text, refuse_newer, stamped
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
-from hvdtrain.files import obey_umask, open_bytes, replace_file, sync
-from hvdtrain.train.bounded import Inflated, most_bytes, read_safetensors, read_torch
-from hvdtrain.train.portable import native, refuse_unreadable
+from hvdtrain.files import obey_umask, open_bytes, replace_file, sha256_of, sync
+from hvdtrain.train.bounded import most_bytes, read_safetensors, read_torch
+from hvdtrain.train.portable import as_stored, from_stored, native, refuse_unreadable
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "training_state.pt"
@@ -40,6 +40,10 @@ REPLACED = ".replaced"
 def name_of(step: int) -> str:
     """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
+
+
+def _step_of(name: str) -> int:
+    return int(name.partition("-")[2])
 
 
 class DamagedCheckpoint(HvdtrainError):
@@ -94,8 +98,8 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise TrainingError if the last write has failed; never wait for a write in progress."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        failure, self._failure = self._failure, None
+        if failure is not None:
             kept = "The checkpoints before it are untouched"
             for aside in self.folder.glob(f".*{REPLACED}"):
                 kept += f", but one is called {aside.name}: --resume auto restores it"
@@ -105,16 +109,15 @@ class Checkpoints:
 
     def complete(self) -> list[Path]:
         """Return the folders of the existing checkpoints, newest first."""
-        if not self.folder.is_dir():
-            return []
-        named = (path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
+        inside = self.folder.iterdir() if self.folder.is_dir() else ()
+        named = (path for path in inside if NAME.fullmatch(path.name))
         folders = [path for path in named if path.is_dir() and not path.is_symlink()]
-        return sorted(folders, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+        return sorted(folders, key=lambda path: _step_of(path.name), reverse=True)
 
     def last_step(self) -> int | None:
         """Return the step of the checkpoint that `last` names; None without such a pointer."""
-        name = NAME.fullmatch(_pointed(self.folder / "last") or "")
-        return int(name[0].partition("-")[2]) if name else None
+        name = _pointed(self.folder / "last") or ""
+        return _step_of(name) if NAME.fullmatch(name) else None
 
     def put_back(self) -> None:
         """Restore a checkpoint that a killed save has set aside, so that `complete` lists it."""
@@ -146,9 +149,8 @@ class Checkpoints:
             if final.exists() and not self._is_own(final):
                 raise FileExistsError(errno.EEXIST, f"{final} is not of this run; remove it")
             _write_checkpoint(final, snapshot, takeaway, self._run)
-            replace_file(self.folder / "last", [final.name, "\n"])
-            if is_best:
-                replace_file(self.folder / "best", [final.name, "\n"])
+            for pointer in ("last", "best") if is_best else ("last",):
+                replace_file(self.folder / pointer, [final.name, "\n"])
             self._prune()
         except Exception as error:  # any error must reach the training thread
             self._failure = error
@@ -188,24 +190,20 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     a file is ever executed: the state is loaded with `weights_only=True`.
     """
     weights, _ = load_weights(path, verify=(MODEL_FILE, STATE_FILE))
-    return weights, _read_state(path)
+    return weights, load_state(path, verify=())
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """Return the training state of a checkpoint, of which all files are verified.
+def load_state(path: Path, verify: Sequence[str] = (MODEL_FILE, STATE_FILE)) -> dict[str, Any]:
+    """Return the training state of a checkpoint, of which these files are verified.
 
     Raises DamagedCheckpoint as `load_checkpoint` does.
     """
-    _verify(path, (MODEL_FILE, STATE_FILE))
-    return _read_state(path)
-
-
-def _read_state(path: Path) -> dict[str, Any]:
+    _verify(path, verify)
     try:
         state: dict[str, Any] = native(read_torch(path / STATE_FILE))
+        return state
     except Exception as error:  # a forged archive can cause any exception
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
-    return state
 
 
 def load_weights(
@@ -218,12 +216,8 @@ def load_weights(
     manifest = _verify(path, verify)
     try:
         weights = read_safetensors(path / MODEL_FILE)
-        forms = {name: STORED[form] for name, form in manifest.get("forms", {}).items()}
-        size = manifest["files"][MODEL_FILE]["bytes"]
-        if sum(kind.most_bytes(weights[name]) for name, kind in forms.items()) > most_bytes(size):
-            raise Inflated("its sparse tensors would take far more memory than the file has")
-        weights |= {name: kind.load(weights[name]) for name, kind in forms.items()}
-        return weights, manifest.get("takeaway", {})
+        most = most_bytes(manifest["files"][MODEL_FILE]["bytes"])
+        return from_stored(weights, manifest.get("forms", {}), most), manifest.get("takeaway", {})
     except Exception as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
 
@@ -276,24 +270,26 @@ def _write_checkpoint(
     folder = final.parent
     partial = folder / f".{final.name}.partial"
     partial.mkdir(parents=True)
-    weights, forms = _as_stored(snapshot.weights)
+    weights, forms = as_stored(snapshot.weights)
     save_file(weights, partial / MODEL_FILE)
     obey_umask(partial / MODEL_FILE)
     with (partial / STATE_FILE).open("wb") as stream:  # given a path, torch hides a full disk
         torch.save(snapshot.state, stream)
     _refuse_unreadable(partial / STATE_FILE, snapshot.state)
-    content = {
-        "step": snapshot.step,
-        "run": run,
-        "params_sha256": snapshot.params_sha256,
-        "takeaway": dict(takeaway),
-        "forms": forms,
-        "files": {name: _describe(partial / name) for name in (MODEL_FILE, STATE_FILE)},
-    }
-    manifest = stamped(MANIFEST_FILE, content)
+    manifest = stamped(
+        MANIFEST_FILE,
+        {
+            "step": snapshot.step,
+            "run": run,
+            "params_sha256": snapshot.params_sha256,
+            "takeaway": dict(takeaway),
+            "forms": forms,
+            "files": {name: _describe(partial / name) for name in (MODEL_FILE, STATE_FILE)},
+        },
+    )
     manifest["manifest_sha256"] = _digest_of(manifest)
     (partial / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    for name in (MODEL_FILE, STATE_FILE, MANIFEST_FILE, "."):
+    for name in (*FILES, "."):
         sync(partial / name)
     aside = folder / f".{final.name}{REPLACED}"
     if final.exists():  # a step that a resumed run saves again
@@ -302,56 +298,6 @@ def _write_checkpoint(
     sync(folder)
     if aside.exists():
         _remove(aside)
-
-
-class _Stored(NamedTuple):
-    """A kind of tensor that the file of weights does not have, and how it is stored there."""
-
-    applies: Callable[[torch.Tensor], bool]
-    save: Callable[[torch.Tensor], torch.Tensor]
-    load: Callable[[torch.Tensor], torch.Tensor]
-    most_bytes: Callable[[torch.Tensor], int]  # of what `load` makes
-
-
-def _sparse_bytes(stored: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements other than 0, each with an index a dimension."""
-    rows = 8 * (len(stored) + 1) if stored.dim() else 0
-    return int(stored.count_nonzero()) * (stored.element_size() + 8 * stored.dim()) + rows
-
-
-STORED = {
-    "complex": _Stored(
-        torch.Tensor.is_complex, torch.view_as_real, torch.view_as_complex, lambda t: t.nbytes
-    ),
-    "sparse": _Stored(
-        lambda t: t.layout is torch.sparse_coo,
-        torch.Tensor.to_dense,
-        torch.Tensor.to_sparse,
-        _sparse_bytes,
-    ),
-    "sparse rows": _Stored(
-        lambda t: t.layout is torch.sparse_csr,
-        torch.Tensor.to_dense,
-        torch.Tensor.to_sparse_csr,
-        _sparse_bytes,
-    ),
-}
-
-
-def _as_stored(
-    weights: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the weights as they are stored, and the form of those that are stored otherwise."""
-    forms = {
-        name: form
-        for name, tensor in weights.items()
-        for form, kind in STORED.items()
-        if kind.applies(tensor)
-    }
-    stored = dict(weights) | {
-        name: STORED[form].save(weights[name]) for name, form in forms.items()
-    }
-    return stored, forms
 
 
 def _refuse_unreadable(path: Path, state: Mapping[str, Any]) -> None:
@@ -380,10 +326,8 @@ def _digest_of(manifest: dict[str, Any]) -> str:
 def _describe(path: Path) -> dict[str, int | str]:
     """Return size and SHA-256 of a file. Raises OSError."""
     with open_bytes(path) as stream:
-        digest = hashlib.sha256()
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+        digest = sha256_of(stream)
+    return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 def _pointed(pointer: Path) -> str | None:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from hvdtrain.data.feeding import CPU
 from hvdtrain.pulse import Pulse
+from hvdtrain.tensors import CPU
 
 PHASES = ("data", "compute", "exchange", "update")
-
-
-class _Interval(NamedTuple):
-    """A phase between two events of a device."""
-
-    phase: str
-    first: Any
-    last: Any
 
 
 class PhaseClock:
@@ -34,7 +26,8 @@ class PhaseClock:
         self.pulse = pulse  # receives each phase change
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._intervals: deque[_Interval] = deque()  # that the device may not have reached yet
+        # Phases between two events, which the device may not have reached yet.
+        self._intervals: deque[tuple[str, Any, Any]] = deque()
         self._phase, self._began = PHASES[0], self._now()
 
     def restart(self, step: int) -> None:
@@ -53,13 +46,13 @@ class PhaseClock:
         if self._module is None:
             self._seconds[self._phase] += now - self._began
         else:
-            self._intervals.append(_Interval(self._phase, self._began, now))
+            self._intervals.append((self._phase, self._began, now))
 
     def take(self) -> list[float]:
         """Return the seconds of each phase since the last call, in the order of PHASES; those that
         a device has not reached yet are returned by a later call.
         """
-        while self._intervals and self._intervals[0].last.query():
+        while self._intervals and self._intervals[0][-1].query():
             phase, first, last = self._intervals.popleft()
             self._seconds[phase] += first.elapsed_time(last) / 1000
         seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)

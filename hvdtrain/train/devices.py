@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import UsageError, name_ranks
-from hvdtrain.exchange import Exchange, run_on_all
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.agreement import run_on_all
 from hvdtrain.exchange.gpus import SHARES_GPU, find_devices
 from hvdtrain.topology import Topology
 
@@ -23,14 +24,12 @@ def choose_device(wanted: str, topology: Topology) -> torch.device:
     Launchers that bind each process to a GPU of its own, such as Slurm, show it no other one; of a
     divided GPU (MIG) a process sees one part at most. So a single visible GPU is the rank's own.
     """
-    if wanted == "cpu":
+    devices = () if wanted == "cpu" else find_devices()
+    visible = [device for device in devices if device.type in ACCELERATORS]
+    if wanted == "cpu" or (wanted == "auto" and not visible):
         return torch.device("cpu")
-    visible = [device for device in find_devices() if device.type in ACCELERATORS]
-    setting = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    seen = f"{len(visible)} visible (CUDA_VISIBLE_DEVICES={setting})"
+    seen = f"{len(visible)} visible (CUDA_VISIBLE_DEVICES={_visible_setting()})"
     if not visible:
-        if wanted == "auto":
-            return torch.device("cpu")
         cause = seen if torch.backends.cuda.is_built() else "this torch is built without CUDA"
         raise UsageError(f"--device=cuda: no CUDA device: {cause}. Use --device cpu, or auto")
     index = 0 if len(visible) == 1 else topology.local_rank
@@ -71,11 +70,10 @@ def check_devices(device: torch.device, exchange: Exchange) -> None:
                 "ranks without a GPU"
             )
         if len(sharing) > 1 and os.environ.get(SHARES_GPU) != "1":
-            setting = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise UsageError(
                 f"--device: {name_ranks(sharing)} would share one GPU ({unit}, "
-                f"CUDA_VISIBLE_DEVICES={setting}), which NCCL refuses. Start one worker for each "
-                "GPU, or use --device cpu"
+                f"CUDA_VISIBLE_DEVICES={_visible_setting()}), which NCCL refuses. Start one "
+                "worker for each GPU, or use --device cpu"
             )
 
     run_on_all(exchange, "devices", check)
@@ -119,6 +117,10 @@ def move_state(optimizer: torch.optim.Optimizer) -> None:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and (value.dim() > 0 or takes_scalars):
                     optimizer.state[parameter][name] = value.to(parameter.device)
+
+
+def _visible_setting() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
 
 
 def _properties(device: torch.device) -> Any:

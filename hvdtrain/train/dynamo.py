@@ -26,8 +26,9 @@ class DeferredDynamo(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(NAME)
-        vars(self).update(__spec__=importlib.util.find_spec(NAME), _lock=threading.Lock())
-        vars(self)["_excluded"] = []
+        vars(self).update(
+            __spec__=importlib.util.find_spec(NAME), _lock=threading.Lock(), _excluded=[]
+        )
 
     def graph_break(self, msg: str = "") -> None:
         """Have no effect, as outside of compiled functions."""

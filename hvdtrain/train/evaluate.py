@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hvdtrain.data import SharesLike, Split
-from hvdtrain.data.feeding import evaluation_batch, stream
+from hvdtrain.data.feeding import Loaded, evaluation_batch, stream
 from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
@@ -21,6 +21,7 @@ from hvdtrain.tasks import Sums, Task, check_sums, valid_metrics_of
 from hvdtrain.tasks.means import Recorder
 from hvdtrain.train.tables import Table, TableSums, plain_table
 
+# Columns of the sums: stop requests, samples, what the loss is a mean over; loss and metrics.
 STOP, SAMPLES, COUNT, LOSS = range(4)
 
 Seed = Callable[[int, int, bool], None]  # share, number of its batch, whether it is being read
@@ -44,11 +45,9 @@ class Evaluation:
         `confusion` that counts pairs [true class][predicted class].
         """
         table = self.tables.get("confusion")
-        if table is None:
-            return None
-        if not isinstance(table, torch.Tensor):
+        if isinstance(table, list):
             table = torch.tensor(table, dtype=torch.float64).to_sparse()
-        if table.dim() != 2 or table.shape[0] != table.shape[1]:
+        if table is None or table.dim() != 2 or table.shape[0] != table.shape[1]:
             return None
         (true, predicted), counts = table.indices(), table.values().double()
         is_right = true == predicted
@@ -76,55 +75,47 @@ def evaluate(
     """Collective: return the means of loss and metrics, and the tables, over all of `split`.
 
     Every rank takes its share (empty if there are fewer samples than ranks). Sums, never means, are
-    added over ranks, in float64, where counts are exact up to 2^53. `seed` is called before
-    a batch is read, and before it is used; `waits` before waiting for other ranks. Raises
-    UsageError if it `looks` at how the loss of the first batch is made, and finds a mean, and
-    Interrupted on all ranks if `stop_requested()` is true on any.
+    added over ranks, in float64, where counts are exact up to 2^53. `seed` is called before a batch
+    is read, and before it is used; `waits` before waiting for other ranks. Raises UsageError if it
+    `looks` at how the loss of the first batch is made, and finds a mean, and Interrupted on all
+    ranks if `stop_requested()` is true on any.
     """
     names = valid_metrics_of(task)
-    rows = torch.zeros((shares.rows, 4 + len(names)), dtype=torch.float64)
+    rows = torch.zeros((shares.rows, LOSS + 1 + len(names)), dtype=torch.float64)
     tables = TableSums(task.tables, shares.rows)
-    ahead, now = itertools.tee(_parts(split, shares, exchange.rank))
     with torch.no_grad(), in_evaluation_mode(model):
-        batches = stream(split, (indices for _, _, indices in ahead), epoch=0)
-        for share, number, _ in now:
-            seed(share, number, True)
-            loaded = next(batches)
-            seed(share, number, False)
-            row = rows[shares.row(share)]
+        for row, loaded in _read(split, shares, exchange.rank, seed):
             if stop_requested():
-                row[STOP] = 1
+                rows[row, STOP] = 1
                 break
             if loaded.samples == 0:
                 continue  # none of the batch could be read
-            batch = loaded.on(device)
-            with Recorder() if looks else nullcontext() as recorder:
-                sums = task.evaluate(model, batch)
-            if recorder is not None:
-                looks = False
-                _refuse_mean(sums, recorder)
-            sums = check_sums(sums, task, loaded.samples, training=False)
-            row[SAMPLES] += loaded.samples
-            row[COUNT] += sums.samples
-            row[LOSS] += sums.loss.double().cpu()
-            for column, name in enumerate(names, start=4):
-                row[column] += sums.metrics[name].double().cpu()
+            sums, looks = _sums_of(model, task, loaded, device, looks), False
+            values = [sums.loss, *(sums.metrics[name] for name in names)]
+            figures = [loaded.samples, sums.samples, *(v.double().item() for v in values)]
+            rows[row, SAMPLES:] += torch.tensor(figures, dtype=torch.float64)
             for name in task.tables:
-                tables.add(shares.row(share), name, sums.metrics[name])
+                tables.add(row, name, sums.metrics[name])
     waits()
     totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)
     if totals[STOP]:
         raise Interrupted
-    samples, count, loss, *metrics = totals[SAMPLES:].tolist()
-    return Evaluation(
-        samples=int(samples),
-        loss=loss / count if count else math.nan,
-        metrics={
-            name: total / count if count else math.nan
-            for name, total in zip(names, metrics, strict=True)
-        },
-        tables=tables.over_ranks(exchange),
-    )
+    samples, count, *sums_of_all = totals[SAMPLES:].tolist()
+    loss, *metrics = [total / count if count else math.nan for total in sums_of_all]
+    named = dict(zip(names, metrics, strict=True))
+    return Evaluation(int(samples), loss, named, tables.over_ranks(exchange))
+
+
+def _sums_of(
+    model: torch.nn.Module, task: Task, loaded: Loaded, device: torch.device, looks: bool
+) -> Sums:
+    """Return the checked sums of a batch; `looks`: at how its loss is made."""
+    batch = loaded.on(device)
+    with Recorder() if looks else nullcontext() as recorder:
+        sums = task.evaluate(model, batch)
+    if recorder is not None:
+        _refuse_mean(sums, recorder)
+    return check_sums(sums, task, loaded.samples, training=False)
 
 
 def _refuse_mean(sums: Any, recorder: Recorder) -> None:
@@ -152,6 +143,17 @@ def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         for module, mode in modes:  # a module comes before its parts, which follow it
             if module.training != mode:
                 module.train(mode)  # which may do more, such as to unmerge an adapter
+
+
+def _read(split: Split, shares: SharesLike, rank: int, seed: Seed) -> Iterator[tuple[int, Loaded]]:
+    """Yield the batches of a rank, after the row of their share; they are read ahead."""
+    ahead, now = itertools.tee(_parts(split, shares, rank))
+    batches = stream(split, (indices for _, _, indices in ahead), epoch=0)
+    for share, number, _ in now:
+        seed(share, number, True)
+        loaded = next(batches)
+        seed(share, number, False)
+        yield shares.row(share), loaded
 
 
 def _parts(split: Split, shares: SharesLike, rank: int) -> Iterator[tuple[int, int, Indices]]:

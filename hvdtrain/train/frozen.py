@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.exchange import tensors_sha256
+from hvdtrain.tensors import tensors_sha256
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,9 @@ class FrozenWeights:
     @classmethod
     def of(cls, model: torch.nn.Module) -> FrozenWeights:
         """Return the base of a model."""
-        state = model.state_dict(keep_vars=True)
         frozen = {
             name: tensor
-            for name, tensor in state.items()
+            for name, tensor in model.state_dict(keep_vars=True).items()
             if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
         }
         return cls(tuple(frozen), tensors_sha256(frozen))
@@ -40,7 +39,7 @@ class FrozenWeights:
         if missing := [name for name in self.names if name not in state]:
             return f"the model has no {missing[0]} ({len(missing)} of {len(self.names)} missing)"
         now = tensors_sha256({name: state[name] for name in self.names})
-        if now == self.sha256:
+        if now == self.sha256 or not self.names:
             return None
         return f"{len(self.names)} tensors of SHA-256 {self.sha256[:16]} then, {now[:16]} now"
 
@@ -68,16 +67,18 @@ class FrozenWeights:
         return filled
 
 
-def saved_base(state: Mapping[str, Any]) -> FrozenWeights | None:
-    """Return the base that a checkpoint's state leaves out; None if it leaves nothing out."""
+NONE_LEFT_OUT = FrozenWeights((), "")
+
+
+def saved_base(state: Mapping[str, Any]) -> FrozenWeights:
+    """Return the base that a checkpoint's state leaves out."""
     saved = state.get("base")
-    return FrozenWeights(tuple(saved["names"]), saved["sha256"]) if saved else None
+    return FrozenWeights(tuple(saved["names"]), saved["sha256"]) if saved else NONE_LEFT_OUT
 
 
 def refuse_another_base(state: Mapping[str, Any], model: torch.nn.Module) -> None:
     """Raise UsageError unless the model has the frozen parameters that a checkpoint leaves out."""
-    base = saved_base(state)
-    if base and (changed := base.difference(model)):
+    if changed := saved_base(state).difference(model):
         raise UsageError(
             "the frozen parameters, which the checkpoint does not hold (save_frozen=False), are "
             f"not those of the run: {changed}. Make the model with the same ones"

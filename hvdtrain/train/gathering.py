@@ -15,13 +15,13 @@ Contrastive Learning Batch Size under Memory Limited Setup", 2021).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from hvdtrain.exchange import Exchange
-from hvdtrain.exchange.differentiable import summed
+from hvdtrain.data import SharesLike, VirtualShares
+from hvdtrain.exchange import Exchange, summed
 
 NAME = "hvdtrain.all_gather"
 
@@ -78,18 +78,15 @@ class _Gathered:
     gradients: torch.Tensor | None = None  # by share; then their sum, of the shape of `features`
 
 
-@dataclass
 class VirtualGathering(Gathering):
     """The features that the passes of a step gather, with `shares` virtual workers."""
 
-    exchange: Exchange
-    shares: int
-    _round: int = 0
-    _calls: int = 0
-    # By micro-batch and call.
-    _gathered: dict[tuple[int, int], _Gathered] = field(default_factory=dict)
-    _leaves: list[torch.Tensor] = field(default_factory=list)  # of this pass, by call
-    _local_features: list[torch.Tensor] = field(default_factory=list)
+    def __init__(self, exchange: Exchange, shares: int) -> None:
+        super().__init__(exchange)
+        self._shares, self._round = shares, 0
+        self._gathered: dict[tuple[int, int], _Gathered] = {}  # by micro-batch and call
+        self._leaves: list[torch.Tensor] = []  # of this pass, by call
+        self._local_features: list[torch.Tensor] = []
 
     def trials(self) -> Iterator[None]:
         """Collective: yield for each of two rounds, and exchange what they have found."""
@@ -98,17 +95,22 @@ class VirtualGathering(Gathering):
         yield
         for (micro_batch, call), gathered in sorted(self._gathered.items()):
             name = f"{NAME}.{micro_batch}.{call}"
-            gathered.features = self.exchange.sum_later(gathered.features, name)()
+            gathered.features = self._exchange.sum_later(gathered.features, name)()
         self._round = 1
         yield
         for (micro_batch, call), gathered in sorted(self._gathered.items()):
             if gathered.features.dtype.is_floating_point:
-                table = gathered.gradients
-                if table is None:
-                    table = gathered.features.new_zeros(self.shares, *gathered.features.shape)
                 name = f"{NAME}.{micro_batch}.{call}.backward"
-                gathered.gradients = self.exchange.sum_later(table, name)().sum(0)
+                table = self._table_of(gathered)
+                gathered.gradients = self._exchange.sum_later(table, name)().sum(0)
         self._round = 2
+
+    def _table_of(self, gathered: _Gathered) -> torch.Tensor:
+        """Return the gradients of each share, made when they are first asked for."""
+        if gathered.gradients is None:
+            features = gathered.features
+            gathered.gradients = features.new_zeros(self._shares, *features.shape)
+        return gathered.gradients
 
     def begin_pass(self) -> None:
         self._calls = 0
@@ -141,9 +143,7 @@ class VirtualGathering(Gathering):
             gradient = self._gathered[batch_slice.micro_batch, call].gradients
             if features.requires_grad and gradient is not None and batch_slice.samples:
                 tensors.append(features)
-                gradients.append(
-                    gradient[batch_slice.first : batch_slice.first + batch_slice.samples]
-                )
+                gradients.append(gradient.narrow(0, batch_slice.first, batch_slice.samples))
         torch.autograd.backward(tensors, gradients)
 
     def _differentiate(self, loss: torch.Tensor, batch_slice: BatchSlice) -> None:
@@ -152,10 +152,13 @@ class VirtualGathering(Gathering):
             return
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for call, gradient in zip(leaves, gradients, strict=True):
-            gathered = self._gathered[batch_slice.micro_batch, call]
-            if gathered.gradients is None:
-                gathered.gradients = gathered.features.new_zeros(
-                    self.shares, *gathered.features.shape
-                )
+            table = self._table_of(self._gathered[batch_slice.micro_batch, call])
             if gradient is not None:
-                gathered.gradients[batch_slice.share] = gradient
+                table[batch_slice.share] = gradient
+
+
+def gathering_of(exchange: Exchange, shares: SharesLike) -> Gathering:
+    """Return an object that gathers the features of these shares."""
+    if isinstance(shares, VirtualShares):
+        return VirtualGathering(exchange, shares.rows)
+    return Gathering(exchange)

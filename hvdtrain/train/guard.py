@@ -15,10 +15,8 @@ import torch
 
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
-from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.train.job import Job
-
-Optimizers = Sequence[torch.optim.Optimizer]
 
 
 class GradientGuard:
@@ -33,11 +31,11 @@ class GradientGuard:
         self._gradients: list[torch.Tensor | None] = []
         self._versions: list[int] = []
 
-    def note(self, optimizers: Optimizers) -> None:
-        """Note the gradients that a backward pass has made."""
+    def note(self, optimizers: Sequence[int]) -> None:
+        """Note the gradients that a backward pass has made for optimizers, by their indices."""
         if self._job.task.computes_loss:  # no code of a script runs between the passes
             return
-        self._parameters = parameters_of(*optimizers)
+        self._parameters = parameters_of(*(self._job.optimizers[index] for index in optimizers))
         self._gradients = [p.grad for p in self._parameters]
         self._versions = _versions(self._gradients)
 
@@ -84,3 +82,19 @@ def steps_are_ours(job: Job) -> Iterator[None]:
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
             stack.callback(hook.remove)
         yield
+
+
+@contextmanager
+def others_frozen(job: Job, indices: Sequence[int]) -> Iterator[None]:
+    """Let only the parameters of these optimizers have gradients, if there are others."""
+    frozen: list[torch.nn.Parameter] = []
+    if len(indices) < len(job.optimizers):
+        trained_ids = set(map(id, parameters_of(*(job.optimizers[index] for index in indices))))
+        frozen = [p for p in job.model.parameters() if p.requires_grad and id(p) not in trained_ids]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)

@@ -13,10 +13,12 @@ import torch
 from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed
 from hvdtrain.data.splits import Splits
-from hvdtrain.exchange import SUM, Exchange, Reduction, make_gradients_dense
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.exchange.buckets import Message, messages_of
+from hvdtrain.exchange.gradients import make_gradients_dense
 from hvdtrain.tasks import Task
-from hvdtrain.train.frozen import FrozenWeights
+from hvdtrain.train.frozen import NONE_LEFT_OUT, FrozenWeights
 from hvdtrain.train.schedules import Schedule
 from hvdtrain.train.update import Update
 from hvdtrain.train.workers import RankWorker, VirtualWorkers, Workers
@@ -63,7 +65,7 @@ class Job:
     built: Mapping[str, Any] = field(default_factory=dict)  # settings of optimizers and of these
     save_frozen: bool = True
     gathers: bool = False  # the passes of a script gather features of all samples
-    base: FrozenWeights | None = None  # the frozen parameters that checkpoints leave out
+    base: FrozenWeights = NONE_LEFT_OUT  # the frozen parameters that checkpoints leave out
     workers: Workers = None  # type: ignore[assignment]  # made by `distributed`
 
     def distributed(self, exchange: Exchange) -> Job:
@@ -73,28 +75,42 @@ class Job:
             for optimizer in self.optimizers:
                 make_gradients_dense(model, optimizer)
                 exchange.broadcast_state(model, optimizer)
-            virtual = VirtualWorkers(model, self.optimizers, exchange, shares, self.seed, batch)
-            return replace(self, workers=virtual, base=self._base())
-        distribute = partial(
-            exchange.distribute,
-            model=model,
-            grad_accum_steps=self.feed.micro_batches,
-            reduction=self.reduction,
-        )
-        for optimizer in self.optimizers:
-            distribute(optimizer)
-        samples = shares.sizes(batch)[exchange.rank]
-        worker = RankWorker(model, self.optimizers, exchange, self.device, samples, distribute)
-        return replace(self, workers=worker, base=self._base())
+            workers: Workers = VirtualWorkers(
+                model, self.optimizers, exchange, shares, self.seed, batch
+            )
+        else:
+            distribute = partial(
+                exchange.distribute,
+                model=model,
+                grad_accum_steps=self.feed.micro_batches,
+                reduction=self.reduction,
+            )
+            for optimizer in self.optimizers:
+                distribute(optimizer)
+            samples = shares.sizes(batch)[exchange.rank]
+            workers = RankWorker(model, self.optimizers, exchange, self.device, samples, distribute)
+        # The model has rank 0's values now.
+        base = NONE_LEFT_OUT if self.save_frozen else FrozenWeights.of(model)
+        return replace(self, workers=workers, base=base)
+
+    def indices_of(self, optimizer: torch.optim.Optimizer | None) -> tuple[int, ...]:
+        """Return the index of an optimizer (None: all). Raises UsageError for a foreign one."""
+        both = enumerate(self.optimizers)
+        indices = tuple(n for n, opt in both if optimizer is None or opt is optimizer)
+        if not indices:
+            raise UsageError(
+                "step.batches(optimizer): it is none of the optimizers that the loop was given. "
+                "Leave it out to train all of them by the same passes"
+            )
+        return indices
 
     def messages(self, bucket_bytes: int) -> list[Message]:
         """Return the parameters whose gradients are reduced together, of all optimizers."""
-        each = [messages_of(self.model, optimizer, bucket_bytes) for optimizer in self.optimizers]
-        return [message for messages in each for message in messages]
-
-    def _base(self) -> FrozenWeights | None:
-        """Return the base of the model, once it has rank 0's values."""
-        return None if self.save_frozen else FrozenWeights.of(self.model)
+        return [
+            message
+            for optimizer in self.optimizers
+            for message in messages_of(self.model, optimizer, bucket_bytes)
+        ]
 
     @property
     def lr(self) -> float:

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
+import torch
 
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.exchange import Exchange, check_equal_on_all_ranks
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.agreement import check_equal_on_all_ranks
 from hvdtrain.log import say
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
 from hvdtrain.train.guard import steps_are_ours
 from hvdtrain.train.job import Job
-from hvdtrain.train.metering import Meter, Totals
-from hvdtrain.train.step import Audit, Step, compute
+from hvdtrain.train.metering import Meter, StepSums, Totals
+from hvdtrain.train.step import Step, compute
 
 _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
+
+
+class Audit(Protocol):
+    """An audit or a trace of chosen steps (`hvdtrain.audit`)."""
+
+    def begin(self, step: int, data: StepData) -> None:
+        """Prepare for a step (counted from 1), before its first backward pass."""
+
+    def begin_pass(self, share: int, batch: Any) -> None:
+        """Prepare for a backward pass over a batch of `share`; passes of a share are adjacent."""
+
+    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Collective: examine the gradients of these optimizers once they are reduced."""
+
+    def updated(self, step: int, sums: StepSums) -> None:
+        """Collective: examine the step once all parameters are updated."""
+
+    def close(self) -> None:
+        """Collective: end, after the last step."""
 
 
 class StepHook(Protocol):
@@ -93,13 +114,11 @@ class TrainingLoop:
 
     def __init__(self, job: Job, state: State, exchange: Exchange, hooks: Hooks) -> None:
         """Keep these; `state` is updated."""
-        self.job, self.state = job, state
+        self.job, self.state, self._exchange, self._hooks = job, state, exchange, hooks
         self.outcome: Outcome | None = None  # once the run has ended
-        self._exchange, self._hooks = exchange, hooks
         self.step: Step | None = None  # whose body runs
         self._first_trained: tuple[int, ...] = (0,)  # by the first passes of a step: optimizers
-        self._is_first_step = True  # of this process
-        self._is_first_evaluation = True
+        self._is_first_step = self._is_first_evaluation = True  # of this process
         self._evaluated_at = -1  # the step after which this process last evaluated the model
 
     def steps(self) -> Iterator[Step]:
@@ -112,8 +131,7 @@ class TrainingLoop:
         job, state, meter = self.job, self.state, self.state.meter
         with self._stops_when_asked(), steps_are_ours(job):
             if self._is_evaluation_due:  # stopped during it
-                evaluated = self._evaluate_if_due()
-                self._save(evaluated)
+                self._save(self._evaluate_if_due())
             for data in steps_from(job, state, self._exchange.rank):
                 yield self._begin_step(data)
                 self._end_step()
@@ -152,9 +170,7 @@ class TrainingLoop:
         self.step = None
         if self.state.step < self.job.total_steps:
             nothing = StepData(np.zeros(0, np.int64), [], iter(()))
-            clock, audit = self.state.meter.clock, self._hooks.audit
-            number = self.state.step + 1
-            Step(self.job, self._exchange, audit, number, nothing, clock).leave(self._first_trained)
+            self._next_step(nothing).leave(self._first_trained)
 
     @contextmanager
     def _stops_when_asked(self) -> Iterator[None]:
@@ -181,10 +197,9 @@ class TrainingLoop:
     @property
     def _is_evaluation_due(self) -> bool:
         """Return whether an epoch has ended, or an evaluation is due, and it is not done."""
-        state = self.state
         if self._is_epoch_end:
-            return state.meter.has_open_epoch
-        return self._is_evaluation_step and state.evaluated_at != state.step
+            return self.state.meter.has_open_epoch
+        return self._is_evaluation_step and self.state.evaluated_at != self.state.step
 
     def _evaluate_if_due(self) -> bool:
         """Collective: end an epoch, or evaluate within one. Returns whether the model was
@@ -202,14 +217,26 @@ class TrainingLoop:
         return True
 
     def _begin_step(self, data: StepData) -> Step:
-        hooks, meter, number = self._hooks, self.state.meter, self.state.step + 1
+        hooks, number = self._hooks, self.state.step + 1
         hooks.profiler.begin(number)
-        meter.begin_step(number)
-        stop = hooks.keeper.stop_requested()
-        audit, is_first = hooks.audit, self._is_first_step
-        step = Step(self.job, self._exchange, audit, number, data, meter.clock, stop, is_first)
-        self.step = step
-        return step
+        self.state.meter.begin_step(number)
+        self.step = self._next_step(data, hooks.keeper.stop_requested(), self._is_first_step)
+        return self.step
+
+    def _next_step(
+        self, data: StepData, stop_requested: bool = False, is_first: bool = False
+    ) -> Step:
+        """Return the next step, on its data."""
+        return Step(
+            self.job,
+            self._exchange,
+            self._hooks.audit,
+            self.state.step + 1,
+            data,
+            self.state.meter.clock,
+            stop_requested,
+            is_first,
+        )
 
     def _end_step(self) -> None:
         """Collective: count the step, and report and check what is due."""
@@ -291,8 +318,7 @@ class TrainingLoop:
 
     def _save(self, evaluated: bool) -> None:
         """Collective: save the state, with the evaluation that was just made, if so."""
-        evaluation = self.state.evaluation if evaluated else None
-        self._hooks.keeper.save(self.job, self.state, evaluation)
+        self._hooks.keeper.save(self.job, self.state, self.state.evaluation if evaluated else None)
 
 
 def train(job: Job, state: State, exchange: Exchange, hooks: Hooks) -> Outcome:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from hvdtrain.data.feeding import CPU, to_device
+from hvdtrain.data.feeding import to_device
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import Exchange
 from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Sums
+from hvdtrain.tensors import CPU
 from hvdtrain.train.clock import PHASES, PhaseClock
 
 WARM_UP_STEPS = 5  # excluded from the steady-state samples per second
@@ -32,30 +33,26 @@ LOSS = PHASES_FROM + len(PHASES)
 NOT_FINITE, METRICS_FROM = LOSS + 1, LOSS + 2
 
 
-class Reader:
-    """A copy to the CPU that waits for what a device had to do when it was prepared, not for more,
-    such as the next step.
+def reader(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that copies values to the CPU. It waits for what the device has to do now,
+    not for more, such as the next step.
     """
+    if device.type == "cpu":
+        return lambda values: values
+    module = torch.get_device_module(device)
+    ready = module.Event()
+    ready.record()
 
-    def __init__(self, device: torch.device) -> None:
-        """Prepare to read values that what is started by now computes."""
-        self._ready: Any = None
-        if device.type != "cpu":
-            self._ready = torch.get_device_module(device).Event()
-            self._ready.record()
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Wait for the values; return them on the CPU."""
-        if self._ready is None:
-            return values
-        module = torch.get_device_module(values.device)
+    def read(values: torch.Tensor) -> torch.Tensor:
         beside = module.Stream(values.device)
-        beside.wait_event(self._ready)
+        beside.wait_event(ready)
         with module.stream(beside):
             copied = torch.empty_like(values, device="cpu", pin_memory=True)
             copied.copy_(values, non_blocking=True)
         beside.synchronize()
         return copied
+
+    return read
 
 
 class StepSums:
@@ -67,8 +64,9 @@ class StepSums:
         # the loop; unreadable samples; seconds of each phase.
         self._host_sums = [[0.0] * LOSS for _ in range(rows)]
         # Loss; losses that are not finite; metrics.
-        width = METRICS_FROM - LOSS + len(metrics)
-        self._computed = torch.zeros((rows, width), dtype=torch.float64, device=device)
+        self._computed = torch.zeros(
+            (rows, METRICS_FROM - LOSS + len(metrics)), dtype=torch.float64, device=device
+        )
         self.gradient_norm: torch.Tensor | None = None  # over all ranks, at logged steps
         self._metrics = tuple(metrics)
         self._total: Callable[[], torch.Tensor] = lambda: self.local
@@ -85,9 +83,9 @@ class StepSums:
 
     def add(self, sums: Sums, bad: int = 0, row: int = 0) -> None:
         """Add the sums of a batch to a row; `bad`: number of samples that could not be read."""
-        host_sums, loss = self._host_sums[row], sums.loss.detach()
-        host_sums[COUNT] += sums.samples
-        host_sums[BAD] += bad
+        loss = sums.loss.detach()
+        self._host_sums[row][COUNT] += sums.samples
+        self._host_sums[row][BAD] += bad
         computed = [loss, ~loss.isfinite(), *(sums.metrics[n].detach() for n in self._metrics)]
         self._computed[row] += torch.stack([value.double() for value in computed])
 
@@ -111,8 +109,7 @@ class StepSums:
         self._host_sums[0][PHASES_FROM:] = phases_s
         name = f"hvdtrain.step_sums.{step % 2}" + (f".{part}" if part else "")
         rows = self._rows()
-        read = Reader(rows.device)
-        of_all = exchange.sum_later(rows, name)
+        read, of_all = reader(rows.device), exchange.sum_later(rows, name)
         self._total = cache(lambda: read(of_all()).sum(0))
 
     def join(self, further: StepSums) -> None:
@@ -147,8 +144,8 @@ class StepSums:
         if not self.total()[NOT_FINITE]:
             return
         loss_sum, count, not_finite = self.local[[LOSS, COUNT, NOT_FINITE]].tolist()
-        own_loss = loss_sum / count if not_finite else None
-        losses = exchange.all_gather_object(own_loss, "hvdtrain.not_finite")
+        local_loss = loss_sum / count if not_finite else None
+        losses = exchange.all_gather_object(local_loss, "hvdtrain.not_finite")
         where = ", ".join(
             f"rank {rank} (loss {loss})" for rank, loss in enumerate(losses) if loss is not None
         )
@@ -202,8 +199,7 @@ class _Window:
         self.metrics = _added(self.metrics, sums[METRICS_FROM:])
         self.samples += samples
         self.steps += 1
-        means = [seconds / ranks for seconds in sums[PHASES_FROM:LOSS]]
-        self.phases_s = _added(self.phases_s, means)
+        self.phases_s = _added(self.phases_s, [s / ranks for s in sums[PHASES_FROM:LOSS]])
 
     @property
     def samples_per_s(self) -> float:
@@ -226,15 +222,13 @@ class Meter:
         device: torch.device = CPU,
     ) -> None:
         self.clock = PhaseClock(pulse or Pulse(), device)
-        self._exchange = exchange
-        self._samples_per_epoch = samples_per_epoch
+        self._exchange, self._samples_per_epoch = exchange, samples_per_epoch
         self._metrics = tuple(metrics)
         self._step, self._samples_seen, self._bad_samples = 0, 0, 0
         self._gradient_norm: torch.Tensor | float | None = None
         self._interval, self._epoch = _Window(), _Window()
         self._all, self._steady = _Window(), _Window()
-        self._steps_here = 0
-        self._started_s = 0.0
+        self._steps_here, self._started_s = 0, 0.0
         self._waiting: tuple[int, StepSums, int] | None = None
         self.stop_agreed = False
         self.last_epoch: Totals | None = None
@@ -261,14 +255,12 @@ class Meter:
         """Collective: wait for the sums of the last step and add them, if not yet done."""
         if self._waiting is None:
             return
-        step, sums, samples = self._waiting
-        self._waiting = None
+        (step, sums, samples), self._waiting = self._waiting, None
         sums.check_losses(self._exchange, step)
         totals = sums.total().tolist()
         for window in self._windows():
             window.add(totals, samples, self._exchange.size)
-        self._step = step
-        self._samples_seen += samples
+        self._step, self._samples_seen = step, self._samples_seen + samples
         self._bad_samples += int(totals[BAD])
         self._gradient_norm = sums.gradient_norm
         self.stop_agreed = self.stop_agreed or totals[STOP] > 0
@@ -288,8 +280,8 @@ class Meter:
         """Collective: end the epoch; return its totals."""
         self.collect()
         window, self._epoch = self._epoch, _Window()
-        self.last_epoch = totals = self._totals(window)
-        return totals
+        self.last_epoch = self._totals(window)
+        return self.last_epoch
 
     def totals(self) -> Totals:
         """Return the totals collected so far of the current epoch."""
@@ -316,10 +308,8 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
         self._step, self._samples_seen = state["step"], state["samples_seen"]
-        self._bad_samples = state["bad_samples"]
-        self._gradient_norm = state["gradient_norm"]
-        self._interval = _Window(**state["interval"])
-        self._epoch = _Window(**state["epoch"])
+        self._bad_samples, self._gradient_norm = state["bad_samples"], state["gradient_norm"]
+        self._interval, self._epoch = (_Window(**state[name]) for name in ("interval", "epoch"))
         self.last_epoch = Totals(**state["last_epoch"]) if state["last_epoch"] else None
 
     def _totals(self, window: _Window) -> Totals:

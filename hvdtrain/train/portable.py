@@ -1,8 +1,9 @@
-"""The form in which the objects of a user's state are kept in a checkpoint.
+"""The form in which the objects of a user's state, and the weights, are kept in a checkpoint.
 
 A checkpoint is read by `torch.load(weights_only=True)`, which never runs code of a file and takes
 few types: numbers, texts, tensors, lists, tuples, sets, dicts, OrderedDict and Counter. So values
-of NumPy, deques, paths, dates and times are kept as such ones, marked with their kind.
+of NumPy, deques, paths, dates and times are kept as such ones, marked with their kind. The file of
+weights takes dense tensors of real numbers: others are stored as such, and their form is recorded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import datetime
 import io
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PosixPath
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 
 from hvdtrain.errors import UsageError
 from hvdtrain.tensors import changed, items_of
+from hvdtrain.train.bounded import Inflated
 
 KIND = "hvdtrain.kind"
 
@@ -68,7 +70,11 @@ def native(state: Any) -> Any:
     """Return the state that `portable` was given. Raises ValueError, TypeError or LookupError for
     a form that it does not make.
     """
-    return changed(state, _made, lambda value: type(value) is dict and KIND in value)
+    return changed(
+        state,
+        lambda kept: NAMES[kept[KIND]].make(kept["value"]),
+        lambda value: type(value) is dict and KIND in value,
+    )
 
 
 def refuse_unreadable(state: Any, name: str) -> None:
@@ -77,8 +83,7 @@ def refuse_unreadable(state: Any, name: str) -> None:
     `name`: what the state is called in the message.
     """
     # Tensors are left out, as they take long.
-    problem = _unreadable(changed(state, lambda tensor: torch.empty(0)), name)
-    if problem:
+    if problem := _unreadable(changed(state, lambda tensor: torch.empty(0)), name):
         raise UsageError(
             f"{problem}, which a checkpoint cannot hold: its reader runs no code of a file. Keep "
             "numbers, texts, None, tensors, NumPy arrays, lists, tuples, sets or dicts of them"
@@ -86,8 +91,8 @@ def refuse_unreadable(state: Any, name: str) -> None:
 
 
 def _unreadable(state: Any, name: str) -> str | None:
+    stream = io.BytesIO()
     try:
-        stream = io.BytesIO()
         torch.save(portable(state), stream)
         stream.seek(0)
         native(torch.load(stream, weights_only=True))
@@ -115,5 +120,58 @@ def _kept(value: Any) -> dict[str, Any]:
     return {KIND: kind.__name__, "value": FORMS[kind].keep(value)}
 
 
-def _made(kept: dict[str, Any]) -> Any:
-    return NAMES[kept[KIND]].make(kept["value"])
+class _Stored(NamedTuple):
+    """A kind of tensor that the file of weights does not have, and how it is stored there."""
+
+    applies: Callable[[torch.Tensor], bool]
+    save: Callable[[torch.Tensor], torch.Tensor]
+    load: Callable[[torch.Tensor], torch.Tensor]
+    most_bytes: Callable[[torch.Tensor], int]  # of what `load` makes
+
+
+def _sparse_bytes(stored: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements other than 0, each with an index a dimension."""
+    rows = 8 * (len(stored) + 1) if stored.dim() else 0
+    return int(stored.count_nonzero()) * (stored.element_size() + 8 * stored.dim()) + rows
+
+
+STORED = {
+    "complex": _Stored(
+        torch.Tensor.is_complex, torch.view_as_real, torch.view_as_complex, lambda t: t.nbytes
+    ),
+    "sparse": _Stored(
+        lambda t: t.layout is torch.sparse_coo,
+        torch.Tensor.to_dense,
+        torch.Tensor.to_sparse,
+        _sparse_bytes,
+    ),
+    "sparse rows": _Stored(
+        lambda t: t.layout is torch.sparse_csr,
+        torch.Tensor.to_dense,
+        torch.Tensor.to_sparse_csr,
+        _sparse_bytes,
+    ),
+}
+
+
+def as_stored(
+    weights: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the weights as they are stored, and the form of those that are stored otherwise."""
+    forms = {
+        name: form
+        for name, tensor in weights.items()
+        for form, kind in STORED.items()
+        if kind.applies(tensor)
+    }
+    changed_ones = {name: STORED[form].save(weights[name]) for name, form in forms.items()}
+    return {**weights, **changed_ones}, forms
+
+
+def from_stored(
+    weights: Mapping[str, torch.Tensor], forms: Mapping[str, str], most: int
+) -> dict[str, torch.Tensor]:
+    """Return the weights as they were. Raises Inflated if sparse ones take over `most` bytes."""
+    if sum(STORED[form].most_bytes(weights[name]) for name, form in forms.items()) > most:
+        raise Inflated("its sparse tensors would take far more memory than the file has")
+    return {**weights, **{n: STORED[form].load(weights[n]) for n, form in forms.items()}}

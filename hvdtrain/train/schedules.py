@@ -47,8 +47,7 @@ def make_schedule(
     def schedule(step: int) -> float:
         if step < warmup_steps:
             return peak_lr * (step + 1) / warmup_steps
-        part = SCHEDULES[shape](step, warmup_steps, total_steps)
-        return min_lr + (peak_lr - min_lr) * part
+        return min_lr + (peak_lr - min_lr) * SCHEDULES[shape](step, warmup_steps, total_steps)
 
     return schedule
 

@@ -7,29 +7,24 @@ if that is known; otherwise in float64, with a bound of what the order can chang
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 
 from hvdtrain.exchange.buckets import Message
-from hvdtrain.exchange.distributed_optimizer import laid_out_as
+from hvdtrain.exchange.gradients import laid_out_as
 from hvdtrain.ring.bound import REFERENCE_DTYPE, gamma, sum_error_bound
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.orders import KnownOrder, reproduce
 from hvdtrain.ring.transports import Transport, in_process_ring
 from hvdtrain.train.buffers import buffers_of, load_buffers
-from hvdtrain.train.workers import (
-    WorkerState,
-    rng_state,
-    seed_all,
-    set_rng_state,
-)
+from hvdtrain.train.generators import seed_all, set_rng_state
+from hvdtrain.train.workers import Workers, WorkerState, state_of_process
 
 
-class SimulatedRanks:
+class SimulatedRanks(Workers):
     """The workers of `size` ranks; each is the worker of one share."""
 
     def __init__(
@@ -50,7 +45,7 @@ class SimulatedRanks:
         self._states: list[WorkerState] = []
         for rank in range(size):
             seed_all(seed, rank)
-            self._states.append({"buffers": buffers_of(model), "rng": rng_state(device)})
+            self._states.append(state_of_process(model, device))
         self._first = list(self._states)
         self._active: int | None = None  # the rank whose state the process has
         self._current: int | None = None  # the rank of the last pass of this step
@@ -106,21 +101,10 @@ class SimulatedRanks:
         saved = list(states)
         if len(saved) != len(self._first):
             averaged = buffers_of(self._model)
-            generators = [state["rng"] for state in [*saved, *self._first[len(saved) :]]]
-            saved = [{"buffers": averaged, "rng": rng} for rng in generators[: len(self._first)]]
+            states_by_rank = [*saved, *self._first[len(saved) :]][: len(self._first)]
+            saved = [{"buffers": averaged, "rng": state["rng"]} for state in states_by_rank]
         self._states, self._active = saved, None
         return None
-
-    def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
-        return nullcontext(model)  # nothing is evaluated or saved here
-
-    def kept(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def differing_buffers(self) -> list[str]:
-        return []
-
-    def close(self) -> None: ...
 
     def _sums_in_order(
         self, each: Sequence[Mapping[torch.nn.Parameter, Array]], order: KnownOrder
@@ -159,24 +143,19 @@ class SimulatedRanks:
 
     def _keep(self) -> None:
         if self._active is not None:
-            state = {"buffers": buffers_of(self._model), "rng": rng_state(self._device)}
-            self._states[self._active] = state
+            self._states[self._active] = state_of_process(self._model, self._device)
 
 
 def _precise_sum(terms: Sequence[Array]) -> Array:
     """Return the sum in float64, rounded once."""
-    return np.asarray(sum(_wide(terms))).astype(terms[0].dtype)
+    return np.asarray(sum(term.astype(REFERENCE_DTYPE) for term in terms)).astype(terms[0].dtype)
 
 
 def _bound(terms: Sequence[Array]) -> float:
     """Return how far the sums of all elements of two sums of `terms` can differ: of one in any
     order, and of one that is rounded once.
     """
-    magnitudes = np.asarray(sum(np.abs(term) for term in _wide(terms)))
+    magnitudes = np.asarray(sum(np.abs(term.astype(REFERENCE_DTYPE)) for term in terms))
     by_element = sum_error_bound(magnitudes, len(terms) + 1, terms[0].dtype)
     of_total = gamma(max(magnitudes.size, 1), REFERENCE_DTYPE) * 2 * float(magnitudes.sum())
     return float(by_element.sum()) + of_total
-
-
-def _wide(terms: Sequence[Array]) -> Iterator[Array]:
-    return (term.astype(REFERENCE_DTYPE) for term in terms)

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.exchange import Exchange, check_equal_on_all_ranks, params_sha256
-from hvdtrain.exchange.distributed_optimizer import (
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.agreement import (
     KEEP_ORDER,
+    check_equal_on_all_ranks,
     first_difference,
     lay_out_state,
-    parameters_of,
 )
-from hvdtrain.tensors import copied_to_cpu
+from hvdtrain.exchange.gradients import parameters_of
+from hvdtrain.tensors import copied_to_cpu, params_sha256
+from hvdtrain.train.batchnorm import RUNNING
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.frozen import refuse_another_base, saved_base
@@ -26,9 +28,8 @@ from hvdtrain.train.job import Job, Stateful
 from hvdtrain.train.loop import State
 from hvdtrain.train.portable import portable
 from hvdtrain.train.update import not_finite
+from hvdtrain.train.workers import WorkerState
 
-# Statistics of normalisation layers; other buffers may be infinite.
-RUNNING = ("running_mean", "running_var")
 AVERAGED = "module."  # before each name in the state of a moving average
 
 
@@ -41,40 +42,16 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
     """
     at.meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {at.step}")
-    if job.base:
-        job.base.check(job.model, at.step)
+    job.base.check(job.model, at.step)
     gathered = exchange.all_gather_object(job.workers.states(), "hvdtrain.worker_states")
     models = _copied_models(job, exchange.rank == 0)
     snapshot, problem = None, None
     if models:
-        state = {
-            "step": at.step,
-            "samples_seen": at.samples_seen,
-            "parameters": [name for name, _ in job.model.named_parameters()],
-            "optimizer_order": _names_in_order(job.model, job.optimizers[0]),
-            "frozen": [name for name, p in job.model.named_parameters() if not p.requires_grad],
-            "base": asdict(job.base) if job.base else None,
-            "model": models.trained,
-            "built": dict(job.built),
-            "optimizer": _kept(job.optimizers[0].state_dict()),
-            "further_optimizers": [
-                {"order": _names_in_order(job.model, opt), "state": _kept(opt.state_dict())}
-                for opt in job.optimizers[1:]
-            ],
-            "further_state": [_kept(stateful.state_dict()) for stateful in job.further_state],
-            "update": models.update,
-            "meter": at.meter.state_dict(),
-            "evaluation": asdict(at.evaluation) if at.evaluation else None,
-            "evaluated_at": at.evaluated_at,
-            "ranks": list(itertools.chain.from_iterable(gathered)),
-            "data": list(job.fingerprints),
-            "progress": progress,
-        }
+        state = _content(job, at, models, list(itertools.chain(*gathered)), progress)
         weights = {n: t for n, t in models.evaluated.items() if isinstance(t, torch.Tensor)}
         snapshot = Snapshot(at.step, models.sha256, weights, state)
         problem = find_not_finite(state)
-    problem = exchange.broadcast_object(problem, "hvdtrain.not_finite_state")
-    if problem:
+    if problem := exchange.broadcast_object(problem, "hvdtrain.not_finite_state"):
         raise TrainingError(
             f"after step {at.step} {problem}: it is not saved. Lower --lr, or add "
             "--warmup-epochs or --clip-grad"
@@ -91,6 +68,35 @@ class _Models(NamedTuple):
     update: dict[str, Any]
 
 
+def _content(
+    job: Job, at: State, models: _Models, ranks: list[WorkerState], progress: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the state to resume from; `ranks`: the states of all workers."""
+    return {
+        "step": at.step,
+        "samples_seen": at.samples_seen,
+        "parameters": [name for name, _ in job.model.named_parameters()],
+        "optimizer_order": _names_in_order(job.model, job.optimizers[0]),
+        "frozen": [name for name, p in job.model.named_parameters() if not p.requires_grad],
+        "base": asdict(job.base) if job.base.names else None,
+        "model": models.trained,
+        "built": dict(job.built),
+        "optimizer": _kept(job.optimizers[0].state_dict()),
+        "further_optimizers": [
+            {"order": _names_in_order(job.model, opt), "state": _kept(opt.state_dict())}
+            for opt in job.optimizers[1:]
+        ],
+        "further_state": [_kept(stateful.state_dict()) for stateful in job.further_state],
+        "update": models.update,
+        "meter": at.meter.state_dict(),
+        "evaluation": asdict(at.evaluation) if at.evaluation else None,
+        "evaluated_at": at.evaluated_at,
+        "ranks": ranks,
+        "data": list(job.fingerprints),
+        "progress": progress,
+    }
+
+
 def _copied_models(job: Job, is_saved_here: bool) -> _Models | None:
     """Collective: return copies of the model that is evaluated, of the one that is trained, and of
     the update's state. Their parameters are copied once. None on ranks that do not save.
@@ -99,18 +105,18 @@ def _copied_models(job: Job, is_saved_here: bool) -> _Models | None:
     evaluated, sha256 = None, ""
     with job.evaluated_model() as model:
         if is_saved_here:
-            evaluated, sha256 = _kept(_saved(model.state_dict(), job)), params_sha256(model)
+            evaluated, sha256 = _kept(job.base.left_out(model.state_dict())), params_sha256(model)
     trained = evaluated
     if average is not None:
         with job.workers.statistics(job.model):
-            trained = _kept(_saved(job.model.state_dict(), job)) if is_saved_here else None
+            trained = _kept(job.base.left_out(job.model.state_dict())) if is_saved_here else None
     if evaluated is None or trained is None:
         return None
     update, shared = job.update.state_dict(), {}
     if average is not None:
         names = [name for name, _ in average.module.named_parameters(remove_duplicate=False)]
         shared = {AVERAGED + name: evaluated[name] for name in names if name in evaluated}
-        update["average"] = _saved(update["average"], job, AVERAGED)
+        update["average"] = job.base.left_out(update["average"], AVERAGED)
         update["average"].update(dict.fromkeys(shared))
     update = _kept(update)
     if shared:
@@ -155,7 +161,7 @@ def find_not_finite(state: Mapping[str, Any]) -> str | None:
     for number, own_state in enumerate(state["ranks"]):
         kind = "rank" if own_state["rng"] else "virtual worker"
         for name, value in own_state["buffers"].items():
-            if name.endswith(RUNNING):
+            if name.endswith(RUNNING):  # other buffers may be infinite
                 tensors[f"{name} of {kind} {number}"] = value
     faulty = not_finite({name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)})
     more = f" (and {len(faulty) - 1} more)" if faulty[1:] else ""
@@ -213,11 +219,6 @@ def _add_groups(
         optimizer.add_param_group(dict(group) | {"params": added})
 
 
-def _saved(state: dict[str, Any], job: Job, prefix: str = "") -> dict[str, Any]:
-    """Return what is to be saved of the state of a model or its average."""
-    return job.base.left_out(state, prefix) if job.base else state
-
-
 def completed(
     weights: dict[str, Any], state: Mapping[str, Any], model: torch.nn.Module
 ) -> dict[str, Any]:
@@ -227,8 +228,7 @@ def completed(
     """
     refuse_another_base(state, model)
     extra = {n: t for n, t in state["model"].items() if not isinstance(t, torch.Tensor)}
-    base = saved_base(state)
-    return base.filled(weights | extra, model) if base else weights | extra
+    return saved_base(state).filled(weights | extra, model)
 
 
 def load_model(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
@@ -252,17 +252,14 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     statistics are averaged over the old ones, only workers that existed before restore random
     generators, and this loss is returned as text.
     """
-    model_state, update, base = state["model"], state["update"], saved_base(state)
-    if base:
-        model_state = base.filled(model_state, job.model)
-    if base and update["average"] is not None:
+    update, base = state["update"], saved_base(state)
+    if update["average"] is not None:
         update = update | {"average": base.filled(update["average"], job.model, AVERAGED)}
-    load_model(job.model, model_state)
+    load_model(job.model, base.filled(state["model"], job.model))
     if "frozen" in state:  # by the script, perhaps since the run began
         frozen = set(state["frozen"])
         for name, parameter in job.model.named_parameters():
-            if parameter.requires_grad == (name in frozen):
-                parameter.requires_grad_(name not in frozen)
+            parameter.requires_grad_(name not in frozen)
     load_optimizers(state, job.model, job.optimizers, job.further_state)
     job.update.load_state_dict(update)
     at.meter.load_state_dict(state["meter"])

@@ -87,8 +87,7 @@ class TableSums:
 
     def _dense_over_ranks(self, exchange: Exchange, names: set[str]) -> dict[str, torch.Tensor]:
         """Collective: return the sums of the dense tables, flat; `names`: those of any rank."""
-        ordered = [name for name in self._shapes if name in names]
-        if not ordered:
+        if not (ordered := [name for name in self._shapes if name in names]):
             return {}
         flat = [self._dense[name] if name in self._dense else self._zeros(name) for name in ordered]
         total = exchange.sum_later(torch.cat(flat, dim=1), "hvdtrain.evaluate.tables")().sum(0)

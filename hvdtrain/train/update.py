@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hvdtrain.exchange.distributed_optimizer import parameters_of
+from hvdtrain.exchange.gradients import parameters_of
 
 Optimizers = Sequence[torch.optim.Optimizer]
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,10 +34,8 @@ class Update:
         ema_decay: float | None = None,
     ) -> None:
         """`amp`: none, bf16 or fp16. `clip_grad`: largest norm. `ema_decay`: None: no average."""
-        self._model = model
-        self._device = device
+        self._model, self._device, self._clip_grad = model, device, clip_grad
         self._amp_dtype = AMP_DTYPES.get(amp)
-        self._clip_grad = clip_grad
         self._scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
         self._norm: torch.Tensor | None = None  # of the gradients that `not_finite` has measured
         self.is_applied = False  # while the optimizers make their steps
@@ -69,14 +67,15 @@ class Update:
         if _all_finite(gradients if self._norm is None else [self._norm]):
             return []
         trained_ids = set(map(id, parameters_of(*optimizers)))
-        named = {name: p.grad for name, p in self._model.named_parameters() if id(p) in trained_ids}
-        return not_finite({name: grad for name, grad in named.items() if grad is not None})
+        named = self._model.named_parameters()
+        return not_finite(
+            {name: p.grad for name, p in named if id(p) in trained_ids and p.grad is not None}
+        )
 
     def rescale(self, optimizers: Optimizers, factor: float) -> None:
         """Multiply all gradients by `factor`."""
-        if factor != 1:
-            for gradient in _gradients(optimizers):
-                gradient.mul_(factor)
+        for gradient in _gradients(optimizers) if factor != 1 else ():
+            gradient.mul_(factor)
 
     def apply(self, optimizers: Optimizers, measure: bool = False) -> torch.Tensor | None:
         """Unscale and clip the gradients, all by one norm, and make a step of each optimizer.
@@ -105,8 +104,10 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale and the average."""
-        average = self.average.state_dict() if self.average is not None else None
-        return {"scaler": self._scaler.state_dict(), "average": average}
+        return {
+            "scaler": self._scaler.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""

@@ -11,21 +11,22 @@ Prior art: VirtualFlow (Or et al., MLSys 2022), EasyScale (Li et al., SC 2023).
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from hvdtrain.data import VirtualShares
-from hvdtrain.errors import TrainingError, UsageError, name_ranks
-from hvdtrain.exchange import Exchange, agree_on_layout, make_gradients_dense, params_sha256
-from hvdtrain.exchange.canonical import CanonicalSums, check_types
+from hvdtrain.errors import TrainingError, name_ranks
+from hvdtrain.exchange import Exchange
+from hvdtrain.exchange.agreement import agree_on_layout
+from hvdtrain.exchange.canonical import CanonicalSums
 from hvdtrain.exchange.distributed_optimizer import Trainable
+from hvdtrain.exchange.gradients import make_gradients_dense
 from hvdtrain.log import counted
-from hvdtrain.tensors import copied_to_cpu
+from hvdtrain.tensors import copied_to_cpu, params_sha256
 from hvdtrain.train.batchnorm import (
     SyncBatchNorm,
     averaged_statistics,
@@ -34,35 +35,27 @@ from hvdtrain.train.batchnorm import (
 )
 from hvdtrain.train.buffers import (
     buffers_of,
+    check_model,
     differing_buffers,
     load_buffers,
+    replaced,
     with_buffers_of_rank_0,
 )
+from hvdtrain.train.generators import rng_state, seed_all, set_rng_state
 
 WorkerState = Mapping[str, Any]  # "buffers": by name; "rng": random generators, or None
 
 
-def seed_all(*numbers: int) -> None:
-    """Seed the generators of Python, NumPy and torch (on all devices)."""
-    seed = numbers[0]
-    if numbers[1:]:
-        seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:  # torch.manual_seed records the stack for each kind of device, which takes 0.5 ms
-        torch.default_generator.manual_seed(seed)
-
-
-class Distribute(Protocol):
-    """A collective that lets an exchange reduce the gradients of an optimizer."""
-
-    def __call__(self, optimizer: torch.optim.Optimizer, adopt: bool = True) -> Any: ...
+def state_of_process(model: torch.nn.Module, device: torch.device) -> WorkerState:
+    """Return the state of a worker that has the process to itself."""
+    return {"buffers": buffers_of(model), "rng": rng_state(device)}
 
 
 class Workers(Protocol):
-    """The workers that this rank computes."""
+    """The workers that this rank computes.
+
+    The bodies are those of workers that are there for the whole run and need no preparation.
+    """
 
     def begin_step(self, optimizers: Sequence[int]) -> None:
         """Collective: prepare the passes of a step that train some optimizers, by their indices.
@@ -79,15 +72,17 @@ class Workers(Protocol):
 
     def repeat_pass(self, step: int, share: int, number: int) -> None:
         """Prepare the model for the same pass again, whose gradients are not reduced."""
+        return
 
     def kept(self) -> AbstractContextManager[None]:
-        """Return a context after which the workers have the same buffers as before it."""
+        """Return a context after which virtual workers have the same buffers as before it."""
+        return nullcontext()
 
     def seed(self, step: int, share: int, number: int, reading: bool) -> None:
-        """Seed the random generators for a pass, or for the reading of its data.
-
-        `step`: 0 in evaluations.
+        """Seed the random generators for a pass, or for the reading of its data (`step`: 0 in
+        evaluations).
         """
+        return
 
     def reduce_gradients(self) -> None:
         """Collective: make every `.grad` of these optimizers the sum over all workers."""
@@ -105,15 +100,18 @@ class Workers(Protocol):
 
     def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
         """Collective: return a context in which `model` has the statistics of all workers."""
+        return nullcontext(model)
 
     def differing_buffers(self) -> list[str]:
-        """Collective: return the names of the buffers, other than statistics, that differ."""
+        """Collective: return the names of further buffers that depend on the number of ranks."""
+        return []
 
     def close(self) -> None:
         """Leave the gradients of later backward passes alone."""
+        return
 
 
-class RankWorker:
+class RankWorker(Workers):
     """The single worker of a rank without virtual workers."""
 
     def __init__(
@@ -123,9 +121,11 @@ class RankWorker:
         exchange: Exchange,
         device: torch.device,
         samples: int,
-        distribute: Distribute,
+        distribute: partial[torch.optim.Optimizer],
     ) -> None:
-        """Keep these; `samples`: of this rank in a full batch, the weight of its statistics."""
+        """Keep these. `samples`: of this rank in a full batch, the weight of its statistics.
+        `distribute`: the exchange's collective, which takes an optimizer, and whether to `adopt`.
+        """
         self._model, self._optimizers, self._exchange = model, optimizers, exchange
         self._device, self._samples, self._distribute = device, samples, distribute
         self._trainable = [Trainable(model, optimizer) for optimizer in optimizers]
@@ -143,13 +143,6 @@ class RankWorker:
         for optimizer in self._trained:
             self._exchange.begin_pass(optimizer)
 
-    def repeat_pass(self, step: int, share: int, number: int) -> None: ...
-
-    def kept(self) -> AbstractContextManager[None]:
-        return nullcontext()  # of use for virtual workers alone
-
-    def seed(self, step: int, share: int, number: int, reading: bool) -> None: ...
-
     def reduce_gradients(self) -> None:
         for optimizer in self._trained:
             if self._exchange.size == 1:  # that of several checks its own
@@ -157,24 +150,22 @@ class RankWorker:
             self._exchange.reduce_gradients(optimizer)
 
     def states(self) -> list[WorkerState]:
-        buffers = copied_to_cpu(buffers_of(self._model))
-        return [{"buffers": buffers, "rng": rng_state(self._device)}]
+        return [copied_to_cpu(state_of_process(self._model, self._device))]
 
     def restore(
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
     ) -> str | None:
-        """Restore buffers and random generators, for which the run continues bit for bit.
-
-        With another number of ranks the averaged running statistics are kept, and only ranks that
+        """Restore buffers and random generators, for which the run continues bit for bit. With
+        another number of ranks the averaged running statistics are kept, and only ranks that
         existed before restore random generators.
         """
         rank, size = self._exchange.rank, self._exchange.size
         if rank < len(states):
             set_rng_state(states[rank]["rng"], self._device)
         if len(states) != size:
-            synchronised = any(isinstance(layer, SyncBatchNorm) for layer in self._model.modules())
-            own_statistics = has_batch_norm(self._model) and not synchronised
-            return _describe_loss(len(states), size, own_statistics)
+            synchronised = has_batch_norm(self._model, SyncBatchNorm)
+            is_averaged = has_batch_norm(self._model) and not synchronised
+            return _describe_loss(len(states), size, is_averaged)
         for model in models:
             load_buffers(model, states[rank]["buffers"])
         return None
@@ -196,7 +187,7 @@ class RankWorker:
             self._exchange.retire(optimizer)
 
 
-class VirtualWorkers:
+class VirtualWorkers(Workers):
     """The virtual workers of a rank: consecutive ones, perhaps none."""
 
     def __init__(
@@ -222,8 +213,9 @@ class VirtualWorkers:
         self._first_hash: str | None = ""  # of the parameters, when the first step began
 
     def _sums_for(self, index: int) -> CanonicalSums:
-        optimizer = self._optimizers[index]
-        return CanonicalSums(self._model, optimizer, self._rows, self._exchange, index)
+        return CanonicalSums(
+            self._model, self._optimizers[index], self._rows, self._exchange, index
+        )
 
     def begin_step(self, optimizers: Sequence[int]) -> None:
         for index in optimizers:
@@ -304,25 +296,18 @@ class VirtualWorkers:
         self._loaded = None  # the model has other buffers than any worker
         return None
 
-    @contextmanager
-    def statistics(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """Collective: yield `model` with averaged running statistics, and otherwise the buffers of
-        the last worker, which has samples in every batch.
+    def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
+        """Collective: return a context of `model` with averaged running statistics, and otherwise
+        the buffers of the last worker, which has samples in every batch.
         """
-        before, last = buffers_of(model), len(self._samples) - 1
-        if before:
-            self._keep()
-            buffers = [copied_to_cpu(self._buffers[last])] if last in self._local_shares else []
-            gathered = self._exchange.all_gather_object(buffers, "hvdtrain.virtual.buffers")
-            (common,) = itertools.chain.from_iterable(gathered)
-            load_buffers(model, common | self._averages())
-        try:
-            yield model
-        finally:
-            load_buffers(model, before)
-
-    def differing_buffers(self) -> list[str]:
-        return []  # each virtual worker has its own, the same for every number of ranks
+        if not buffers_of(model):
+            return nullcontext(model)
+        self._keep()
+        last = len(self._samples) - 1
+        buffers = [copied_to_cpu(self._buffers[last])] if last in self._local_shares else []
+        gathered = self._exchange.all_gather_object(buffers, "hvdtrain.virtual.buffers")
+        (common,) = itertools.chain.from_iterable(gathered)
+        return replaced(model, common | self._averages())
 
     def close(self) -> None:
         for sums in self._sums_of:
@@ -330,16 +315,13 @@ class VirtualWorkers:
 
     def _averages(self) -> dict[str, torch.Tensor]:
         """Collective: return running statistics averaged over workers, weighted by samples."""
-        names = running_statistics(self._model)
-        if not names:
+        if not (names := running_statistics(self._model)):
             return {}
         lengths = [self._model.get_buffer(name).numel() for name in names]
         table = torch.zeros((len(self._samples), sum(lengths)), dtype=torch.float64)
         for share in self._local_shares:
             buffers = [self._buffers[share][name] for name in names]
-            table[share] = torch.cat(
-                [buffer.reshape(-1) for buffer in buffers if buffer is not None]
-            )
+            table[share] = torch.cat([b.reshape(-1) for b in buffers if b is not None])
         table = self._exchange.sum_later(table, "hvdtrain.virtual.statistics")()
         weights = torch.tensor(self._samples, dtype=torch.float64)
         averages = (table * weights[:, None]).sum(0) / weights.sum()
@@ -358,48 +340,10 @@ class VirtualWorkers:
             self._buffers[self._loaded] = buffers_of(self._model)
 
 
-def check_model(model: torch.nn.Module) -> None:
-    """Raise UsageError for a model that virtual workers cannot share."""
-    check_types(model)
-    storages = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
-    for name, buffer in model.named_buffers():
-        dense = buffer.layout is torch.strided and buffer.numel()
-        if dense and (parameter := storages.get(buffer.untyped_storage().data_ptr())):
-            raise UsageError(
-                f"--virtual-workers: the buffer {name} shares memory with the parameter "
-                f"{parameter}: each virtual worker has its own buffers, but all share the "
-                "parameters. Clone it"
-            )
-
-
-def _describe_loss(before: int, now: int, own_statistics: bool) -> str:
-    text = f"{counted(now, 'worker')} instead of {before}: "
-    if now > before:
-        text += f"the random numbers of {name_ranks([*range(before, now)])} start at the seed"
-    else:
-        text += f"the random numbers of {name_ranks([*range(now, before)])} are dropped"
-    return text + "; running statistics are the average of the old ranks'" * own_statistics
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of the generators of torch (CPU and `device`), Python and NumPy."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": None if module is None else module.get_rng_state(device),
-        "python": [version, list(words), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-    }
-
-
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore a state of `rng_state`."""
-    torch.set_rng_state(state["torch"])
-    if device.type != "cpu" and state["cuda"] is not None:
-        torch.get_device_module(device).set_rng_state(state["cuda"], device)
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+def _describe_loss(before: int, now: int, is_averaged: bool) -> str:
+    change = "start at the seed" if now > before else "are dropped"
+    ranks = name_ranks([*range(min(before, now), max(before, now))])
+    return (
+        f"{counted(now, 'worker')} instead of {before}: the random numbers of {ranks} {change}"
+        + "; running statistics are the average of the old ranks'" * is_averaged
+    )

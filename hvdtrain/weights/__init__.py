@@ -28,6 +28,7 @@ from hvdtrain.weights.names import (
     clean_names,
     describe_removed,
     find_origins,
+    is_like,
     without_prefix,
 )
 
@@ -82,11 +83,9 @@ def find_weights(path: Path) -> Path:
         if pointer.is_file():
             return _follow(pointer)
     if path.is_dir():
-        if (path / MANIFEST_FILE).is_file():
-            return path
-        for name in (MODEL_FILE, *INDEX_FILES):
+        for name in (MANIFEST_FILE, MODEL_FILE, *INDEX_FILES):
             if (path / name).is_file():
-                return path / name
+                return path if name == MANIFEST_FILE else path / name
         raise UsageError(
             f"{path}: not a run or checkpoint: contains neither checkpoints/ nor {MODEL_FILE}"
         )
@@ -146,8 +145,7 @@ def _read_torch(path: Path) -> object:
     except (Inflated, OSError):
         raise
     except Exception as error:  # damaged or forged archives raise errors of many types
-        code = _refused_code(error)
-        if code:
+        if code := _refused_code(error):
             raise UsageError(
                 f"{path}: holds pickled code ({code}), which is not run. If you trust it, "
                 "re-save only its weights: torch.save(model.state_dict(), FILE)"
@@ -192,17 +190,18 @@ def _checked(level: dict[Any, Any], path: Path) -> Weights:
     """Return detached tensors by name, without extra state of layers that is no tensor. Raises
     UsageError for other objects, and for meta, quantized and sparse tensors.
     """
-    weights: Weights = {}
-    for name, value in level.items():
-        if not isinstance(value, torch.Tensor) and str(name).endswith("_extra_state"):
-            continue
+    weights = {
+        name: value
+        for name, value in level.items()
+        if isinstance(value, torch.Tensor) or not str(name).endswith("_extra_state")
+    }
+    for name, value in weights.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise UsageError(f"{path}: holds {name!r} among the tensors, a {type(value).__name__}")
         if value.is_meta or value.is_quantized or value.layout != torch.strided:
             kind = "without values" if value.is_meta else "quantized or sparse"
             raise UsageError(f"{path}: tensor {name} is {kind}")
-        weights[name] = value.detach()
-    return weights
+    return {name: value.detach() for name, value in weights.items()}
 
 
 def load_pretrained(model: nn.Module, path: Path) -> list[str]:
@@ -242,8 +241,7 @@ def _load(model: nn.Module, weights: Weights) -> list[str]:
     lacking = [n for n in missing if n not in expected and state[n].data_ptr() not in there]
     shapes = [f"{n} {_shape(weights[n])} and {_shape(targets[n])} here" for n in wrong]
     faults = {"missing in the file": lacking, "not in the model": extra, "of other shapes": shapes}
-    problems = [_count(what, names) for what, names in faults.items() if names]
-    if problems:
+    if problems := [_count(what, names) for what, names in faults.items() if names]:
         raise UsageError(f"weights of another architecture: {'; '.join(problems)}")
     ignored = [f"auxiliary heads: {len(auxiliary)} tensors are ignored"] if auxiliary else []
     return [*prefix_notes, *ignored, *head_notes, *type_notes]
@@ -261,19 +259,16 @@ def _leave_head(
     layers = [name for name, module in model.named_modules() if isinstance(module, HEADS)]
     head = {f"{layers[-1]}.weight", f"{layers[-1]}.bias"} if layers else set()
     names = sorted(clean for clean, name in origins.items() if name in head)
-    pairs = [(weights.get(name), targets[name]) for name in names]
-    if not pairs or not all(_has_other_classes(theirs, ours) for theirs, ours in pairs):
+    if not names or not all(
+        name in weights
+        and is_like(weights[name], targets[name])
+        and len(weights[name]) != len(targets[name])
+        for name in names
+    ):
         return set(), []
     layer, _, _ = names[0].rpartition(".")
     counts = f"{len(weights[names[0]])} classes in the file, {len(targets[names[0]])} here"
     return set(names), [f"head {layer}: {counts}: reinitialised"]
-
-
-def _has_other_classes(theirs: torch.Tensor | None, ours: torch.Tensor) -> bool:
-    """Return whether the shapes differ only in the first dimension, the number of classes."""
-    if theirs is None or theirs.dim() != ours.dim():
-        return False
-    return len(theirs) != len(ours) and theirs.shape[1:] == ours.shape[1:]
 
 
 def _differs(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
@@ -286,8 +281,7 @@ def _converted(weights: Weights, targets: Weights) -> tuple[Weights, list[str]]:
     finite after the conversion, which may overflow.
     """
     values = {n: t.to(targets[n].dtype) if n in targets else t for n, t in weights.items()}
-    not_finite = [name for name, value in values.items() if not value.isfinite().all()]
-    if not_finite:
+    if not_finite := [name for name, value in values.items() if not value.isfinite().all()]:
         raise UsageError(_count("not finite", not_finite))
     changes = sorted(
         {(_type(weights[n]), _type(t)) for n, t in values.items() if t.dtype != weights[n].dtype}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
-from hvdtrain.files import obey_umask
+from hvdtrain.files import obey_umask, sha256_of
 from hvdtrain.log import say
 from hvdtrain.weights import find_weights, read_weights
 from hvdtrain.weights.names import Weights, clean_names, describe_removed
@@ -35,27 +34,25 @@ def export(source: Path, out: Path, force: bool = False, keep_names: bool = Fals
     digest = _write(weights, out, force)
     values = sum(tensor.numel() for tensor in weights.values())
     types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
-    say(f"{find_weights(source)} -> {out}")
-    say(
-        f"  {len(weights)} tensors, {values:,} values in parameters and buffers, "
-        f"{' and '.join(types)}"
-    )
-    for line in [*describe_removed(removed), f"sha256 {digest}"]:
-        say(f"  {line}")
+    lines = [
+        f"{find_weights(source)} -> {out}",
+        f"{len(weights)} tensors, {values:,} values in parameters and buffers, "
+        f"{' and '.join(types)}",
+        *describe_removed(removed),
+        f"sha256 {digest}",
+    ]
+    say("\n  ".join(lines))
     return EXIT_OK
 
 
 def _refuse_unfit(out: Path, force: bool) -> None:
-    problems = []
-    if out.suffix != SUFFIX:
-        problems.append(f"{out}: the name must end in {SUFFIX}")
-    if not out.parent.is_dir():
-        problems.append(f"{out}: there is no folder {out.parent}")
-    if out.is_dir():
-        problems.append(f"{out}: is a folder")
-    elif out.exists() and not force:
-        problems.append(f"{out}: already exists; --force replaces it")
-    if problems:
+    unfit = {
+        f"the name must end in {SUFFIX}": out.suffix != SUFFIX,
+        f"there is no folder {out.parent}": not out.parent.is_dir(),
+        "is a folder": out.is_dir(),
+        "already exists; --force replaces it": out.exists() and not out.is_dir() and not force,
+    }
+    if problems := [f"{out}: {problem}" for problem, applies in unfit.items() if applies]:
         raise UsageError(*problems)
 
 
@@ -64,10 +61,8 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
     partial = out.with_name(f".{out.name}.partial")
     try:
         save_file(weights, partial, metadata={"format": "pt"})
-        content = hashlib.sha256()
         with partial.open("r+b") as stream:
-            while block := stream.read(1 << 20):
-                content.update(block)
+            digest = sha256_of(stream)
             os.fsync(stream.fileno())  # on Windows only of a file that is open to write
         obey_umask(partial)
         _refuse_unfit(out, force)  # writing may have taken a while
@@ -77,4 +72,4 @@ def _write(weights: Weights, out: Path, force: bool) -> str:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-    return content.hexdigest()
+    return digest

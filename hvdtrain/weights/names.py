@@ -41,14 +41,12 @@ def find_origins(names: Iterable[str]) -> tuple[dict[str, str], dict[str, int]]:
         for name, clean in list(cleaned.items()):
             if clean == COUNTER:
                 del cleaned[name]
-                removed[COUNTER] += 1
             else:
                 cleaned[name] = clean.removeprefix(WRAPPED)
-                removed[WRAPPED] += 1
+            removed[COUNTER if clean == COUNTER else WRAPPED] += 1
     origins: dict[str, str] = {}
     for name, clean in cleaned.items():
-        other = origins.setdefault(clean, name)
-        if other != name:
+        if (other := origins.setdefault(clean, name)) != name:
             raise UsageError(f"the names {other} and {name} would both become {clean}")
     return origins, dict(+removed)  # without counts of 0
 
@@ -61,12 +59,10 @@ def without_prefix(weights: Weights, targets: Weights) -> tuple[Weights, list[st
     `targets`, in the same shapes except for a head's number of classes. Raises UsageError if there
     are several such parts, such as a network and its moving average.
     """
-    if weights.keys() & targets.keys():
-        return weights, []
     first = next(iter(targets), "")
     candidates = {n.removesuffix(first) for n in weights if n.endswith(f".{first}")}
     prefixes = sorted(prefix for prefix in candidates if _is_all_in(prefix, weights, targets))
-    if not prefixes:
+    if not prefixes or weights.keys() & targets.keys():
         return weights, []
     if len(prefixes) > 1:
         one = repr(prefixes[0])
@@ -79,8 +75,8 @@ def without_prefix(weights: Weights, targets: Weights) -> tuple[Weights, list[st
     chosen = {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}
     notes = describe_removed({prefix: len(chosen)})
     if others := [name for name in weights if not name.startswith(prefix)]:
-        notes.append(f"not loaded, as their names lack {prefix}: {', '.join(others[:3])}")
-        notes[-1] += f" and {len(others) - 3} more" if len(others) > 3 else ""
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        notes.append(f"not loaded, as their names lack {prefix}: {', '.join(others[:3])}{more}")
     return chosen, notes
 
 
@@ -89,13 +85,14 @@ def _is_all_in(prefix: str, weights: Weights, targets: Weights) -> bool:
     there = {
         name: tensor
         for name, tensor in targets.items()
-        if prefix + name in weights and _is_like(weights[prefix + name], tensor)
+        if prefix + name in weights and is_like(weights[prefix + name], tensor)
     }
     addresses = {tensor.data_ptr() for tensor in there.values()}
     return all(name in there or tensor.data_ptr() in addresses for name, tensor in targets.items())
 
 
-def _is_like(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
+def is_like(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
+    """Return whether shapes are equal, except in the first dimension: a number of classes."""
     return theirs.dim() == ours.dim() and theirs.shape[1:] == ours.shape[1:]
 
 

@@ -34,7 +34,7 @@ ROOMS = ("train", "run", "exchange", "audit", "data", "models", "tasks", "weight
 # What `.to(...)` is given where it names a device; all else is a type.
 IS_DEVICE = re.compile(r"device\b|\bCPU\b|'cpu'|^\(inputs\)$")
 WAITS = ("synchronize", "wait_event")
-HOROVODS = ("(hvd)", "(optimizer)", "(self._carrier)")  # they wait for the exchange
+HOROVODS = ("(hvd)", "(optimizer)", "(self._reducer)")  # they wait for the exchange
 TIMEOUT_S = 180
 FORKED = multiprocessing.get_context("forkserver")
 AFTERWARDS = ("two_workers",)  # `tests.device.alone`, which imports the package, has them too
@@ -44,16 +44,16 @@ EQUIVALENT = {
     "exchange/gpus.py: torch.accelerator.synchronize(device)": (
         "the device for tests computes at once"
     ),
-    "exchange/horovod.py: torch.arange(1000, dtype=torch.float64, device=device)": (
+    "exchange/prove.py: torch.arange(1000, dtype=torch.float64, device=device)": (
         "runs only where Horovod has operations for GPUs, which it has not on a machine without"
     ),
-    "train/balance.py: torch.accelerator.synchronize(job.device)": (
+    "run/balance.py: torch.accelerator.synchronize(job.device)": (
         "the device for tests computes at once, and speeds alone would change"
     ),
     "train/base.py: values[name].cpu()": (
         "a model of this rank takes the values, from whichever device"
     ),
-    "train/metering.py: beside.wait_event(self._ready)": (
+    "train/metering.py: beside.wait_event(ready)": (
         "the device for tests computes at once, in one stream"
     ),
     "train/checkpoint.py: torch.load(path / STATE_FILE, map_location='cpu', weights_only=True)": (

@@ -24,7 +24,7 @@ from hvdtrain.errors import AuditMismatch
 from hvdtrain.evidence.verify.collectives import FAULTS, CaseContext, Delivered, inject
 from hvdtrain.exchange import Reduction
 from hvdtrain.exchange.horovod import HorovodExchange
-from hvdtrain.lab.bench.within_job import endless_steps
+from hvdtrain.lab.bench.loops import endless_steps
 from hvdtrain.pulse import Pulse
 from hvdtrain.ring import Transport, all_reduce, broadcast
 from hvdtrain.ring.bound import ERROR_BOUNDS

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 
 from hvdtrain.evidence.children import guarded
-from hvdtrain.lab.bench.contestants import OURS, ScalingCase, ScalingStarter
-from hvdtrain.lab.bench.within_job import DATA
+from hvdtrain.lab.bench import contestants
+from hvdtrain.lab.bench.contestants import OURS, ScalingCase
+from hvdtrain.lab.bench.loops import DATA
 from hvdtrain.lab.plan.predicting import (
     Cluster,
     Link,
@@ -248,12 +249,13 @@ def _keep(found: dict[str, Any], part: str, name: str, value: object) -> None:
 
 def _train(controller: str, model: str) -> dict[str, list[float]]:
     """Return samples per second of each N and round, over all workers."""
-    start = ScalingStarter(controller, LIMIT_S, fork_server())
+    how = {"controller": controller, "time_limit_s": LIMIT_S, "context": fork_server()}
     with guarded(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         running = {}
         for workers in WORKERS:
             case = ScalingCase(model, workers, WORK[model] * workers)
-            running[workers] = start(case, OURS, Path(folder, str(workers)))
+            run_folder = Path(folder, str(workers))
+            running[workers] = contestants.start(case, OURS, run_folder, **how)
             stack.callback(running[workers].close)
         for number in range(ROUNDS):
             for workers in WORKERS[:: -1 if number % 2 else 1]:

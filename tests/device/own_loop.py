@@ -12,7 +12,7 @@ import torch
 import hvdtrain
 from hvdtrain import Sums
 from hvdtrain.data import TensorSplit
-from hvdtrain.exchange import params_sha256
+from hvdtrain.tensors import params_sha256
 
 
 def evaluate(model: torch.nn.ModuleDict, batch: list[torch.Tensor]) -> Sums:

@@ -70,7 +70,7 @@ def check_saved(run: Path) -> None:
     """Fail if a checkpoint has a tensor that another machine could only read on a GPU, or the
     weights of the last one are not those of the run.
     """
-    from hvdtrain.exchange import tensors_sha256
+    from hvdtrain.tensors import tensors_sha256
 
     last = run / "checkpoints" / (run / "checkpoints" / "last").read_text().strip()
     saved = load_file(last / "model.safetensors")

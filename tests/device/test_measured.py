@@ -21,7 +21,7 @@ import os, sys
 def note(text):
     with open(f"{os.environ['NOTED']}/noted.{os.getpid()}", "a") as file:
         file.write(f"{text}\\n")
-if {"verify", "bench", "hvdtrain.exchange.horovod"} & set(sys.orig_argv):
+if {"verify", "bench", "hvdtrain.exchange.prove"} & set(sys.orig_argv):
     launcher = any("horovodrun" in it for it in sys.orig_argv)
     if not launcher and "HOROVOD_RANK" in os.environ:
         from tests.device.fake_gpu import let_train
@@ -85,7 +85,7 @@ def test_verify(tmp_path: Path, variables: dict[str, str]) -> None:
 
 def test_the_check_of_a_new_horovod(tmp_path: Path, variables: dict[str, str]) -> None:
     """Fails if the all-reduce of the set-up's check is not made of tensors on the device."""
-    finished = on_two([sys.executable, "-m", "hvdtrain.exchange.horovod"], variables)
+    finished = on_two([sys.executable, "-m", "hvdtrain.exchange.prove"], variables)
     assert finished.exit_code == 0, finished.output
     assert noted(tmp_path, "hvdtrain.prove.cpu") == {"cpu"}
     assert noted(tmp_path, "hvdtrain.prove.gpu") == {"gpu"}

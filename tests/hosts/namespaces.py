@@ -15,17 +15,45 @@ from pathlib import Path
 import psutil
 
 from hvdtrain.lab.hosts.network import HostNetwork
-from hvdtrain.lab.hosts.node import HostProcess, HostsError, Node, kill_all, name_of
+from hvdtrain.lab.hosts.node import HostProcess, HostsError, Node, kill_all
 from tests.parallel.launching import CHECKOUT, VANISH_S, Finished
 
 FILLER = "filler"
 TICKETS = Path("~/.cache/hvdtrain/launch").expanduser()  # hvdtrain/launcher/protocol.py
 
 
+def name_of(process: psutil.Process) -> str:
+    """Return the name of a process; empty if it has ended."""
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def path_on(node: Node, path: Path | str) -> Path:
+    """Return a path of a node as seen from outside, including its private mounts."""
+    return Path(f"/proc/{node.pid}/root") / str(path).lstrip("/")
+
+
 class Cluster(HostNetwork):
     """Hosts on which commands are run to their end, and on which faults are made."""
 
     may_leave: tuple[str, ...] = ("torchinductor_",)  # what torch makes in /tmp, for any process
+
+    def _write_files(self) -> None:
+        """Also write `hostfile`, which lists the hosts with their slots."""
+        super()._write_files()
+        lines = [f"{host.name} slots={host.slots}\n" for host in self.hosts]
+        self.hostfile.write_text("".join(lines))
+
+    @property
+    def hostfile(self) -> Path:
+        return self.folder / "hostfile"
+
+    @property
+    def host_list(self) -> str:
+        """Return the hosts in the format of -H: alpha:1,beta:2,..."""
+        return ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
 
     def run(
         self,
@@ -77,7 +105,8 @@ class Cluster(HostNetwork):
         shown = {path for visible in self._visible for path in (visible, *visible.parents)}
         for node in self._nodes:
             for folder in ("/dev/shm", "/tmp") if node.is_alive else ():
-                paths = {Path(folder, path.name) for path in node.path(folder).iterdir()} - shown
+                inside = path_on(node, folder).iterdir()
+                paths = {Path(folder, path.name) for path in inside} - shown
                 left = [path for path in paths if not path.name.startswith(self.may_leave)]
                 found += [f"{node.name}: {path}" for path in sorted(left)]
         return found + [f"ticket {path.name}" for path in (self.folder / "tickets").iterdir()]
@@ -176,7 +205,7 @@ class Cluster(HostNetwork):
 
     def path(self, host: int, path: Path | str) -> Path:
         """Return a path of a host as seen from outside, including its private mounts."""
-        return self._nodes[host].path(path)
+        return path_on(self._nodes[host], path)
 
     def make_private(self, host: int, folder: Path, mib: int = 64) -> None:
         """Mount an empty file system of `mib` MiB at a folder of this host only."""

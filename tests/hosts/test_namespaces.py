@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.lab.hosts.node import name_of
-from tests.hosts.namespaces import Cluster
+from tests.hosts.namespaces import Cluster, name_of
 from tests.parallel.launching import CHECKOUT, VANISH_S
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
@@ -125,7 +124,6 @@ OWNER = """
 import json, sys, time
 from pathlib import Path
 from tests.hosts.namespaces import Cluster
-from hvdtrain.lab.hosts.node import name_of
 with Cluster([1, 1], Path(sys.argv[1])) as cluster:
     for host in range(2):
         cluster.start(["sleep", "1000"], host=host).inner

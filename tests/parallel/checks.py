@@ -34,22 +34,16 @@ from hvdtrain.errors import (
     TransportError,
     UsageError,
 )
-from hvdtrain.exchange import (
-    AVERAGE,
-    SUM,
-    Exchange,
-    SingleProcess,
-    check_equal_on_all_ranks,
-    join,
-    params_sha256,
-    run_on_all,
-)
-from hvdtrain.exchange.horovod import ENVIRONMENT_DEFAULTS, HorovodExchange
+from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, join
+from hvdtrain.exchange.agreement import check_equal_on_all_ranks, run_on_all
+from hvdtrain.exchange.connect import ENVIRONMENT_DEFAULTS
+from hvdtrain.exchange.horovod import HorovodExchange
 from hvdtrain.models import build_model
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.tasks import Sums
 from hvdtrain.tasks import classification as classifier
+from hvdtrain.tensors import params_sha256
 from hvdtrain.train.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.train.evaluate import Interrupted
 from hvdtrain.train.job import Intervals, Job

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-USERS = ("verify", "bench", "hvdtrain.exchange.horovod")
+USERS = ("verify", "bench", "hvdtrain.exchange.prove")
 
 
 def install() -> None:

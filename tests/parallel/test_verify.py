@@ -84,7 +84,7 @@ def test_the_sums_of_set_up_are_checked_on_gpus(tmp_path: Path) -> None:
     lines = (tmp_path / "sitecustomize.py").read_text() + NOTING
     (tmp_path / "sitecustomize.py").write_text(lines)
     variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}", "NOTED": str(tmp_path)}
-    command = [sys.executable, "-m", "hvdtrain.exchange.horovod"]
+    command = [sys.executable, "-m", "hvdtrain.exchange.prove"]
     finished = horovodrun(2, "gloo", command, timeout_s=120, variables=variables)
     assert finished.exit_code == 0, finished.output
     assert sorted(path.name for path in tmp_path.glob("rank-*")) == ["rank-0", "rank-1"]
@@ -94,7 +94,7 @@ def test_the_sums_of_set_up_are_checked_on_gpus(tmp_path: Path) -> None:
 # Counts the sums that each rank begins.
 NOTING = """
 import os, sys
-if "hvdtrain.exchange.horovod" in sys.orig_argv and "horovodrun" not in " ".join(sys.orig_argv):
+if "hvdtrain.exchange.prove" in sys.orig_argv and "horovodrun" not in " ".join(sys.orig_argv):
     import horovod.torch as hvd
     honest = hvd.allreduce_async
     def noting(values, *given, **named):

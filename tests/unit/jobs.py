@@ -18,7 +18,7 @@ from hvdtrain.data.splits import Batch, Dataset
 from hvdtrain.errors import Stopped
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.pulse import Pulse
-from hvdtrain.run.training import StepProfiler
+from hvdtrain.run.hooks import StepProfiler
 from hvdtrain.tasks import Settings
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.train.batchnorm import convert_to_sync

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.train.balance import as_weights
+from hvdtrain.run.balance import as_weights
 
 
 @pytest.mark.parametrize(

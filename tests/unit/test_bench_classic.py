@@ -21,7 +21,6 @@ from hvdtrain.lab.bench.classic import (
     table,
 )
 from hvdtrain.lab.bench.rounds import measure
-from hvdtrain.report.charts import to_png
 from tests.unit.test_bench_scaling import read
 
 PLAN = ClassicPlan(
@@ -87,4 +86,4 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
     rows = json.loads(json.dumps(as_json(PLAN, results)))["rows"]
     assert [row["speed_up"] for row in rows] == [1.0, 2.0, 4.0]
     assert [ClassicCase(r["workers"], r["global_batch_size"], r["lr"]) for r in rows] == [*SETTINGS]
-    assert len(to_png(draw_classic(PLAN, results).figure)) > 5000
+    assert len(draw_classic(PLAN, results).png) > 5000

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,22 +31,18 @@ from hvdtrain.lab.bench.contestants import (
     is_train,
     spec_of,
 )
-from hvdtrain.lab.bench.cpu_time import CpuTime
 from hvdtrain.lab.bench.jobs import logged_steps, on_workers, train_argv
-from hvdtrain.lab.bench.ratios import ratio_within_rounds
-from hvdtrain.lab.bench.rounds import in_turn
+from hvdtrain.lab.bench.rounds import in_turn, ratio_within_rounds
 from hvdtrain.lab.bench.scaling import (
     ScalingPlan,
     as_json,
-    cpu_table,
     draw_plots,
     examine,
     points_of,
     table,
 )
-from hvdtrain.lab.bench.turns import Results, measure_cases
+from hvdtrain.lab.bench.turns import CpuTime, Results, cpu_table, measure_cases
 from hvdtrain.lab.systems import find_strategy
-from hvdtrain.report.charts import to_png
 from hvdtrain.topology import Topology
 
 
@@ -221,10 +216,12 @@ def test_ratios_and_efficiency(tmp_path: Path) -> None:
 def measure(
     one: ScalingPlan, begin: Callable[..., MadeUp], folder: Path, report: Callable[[str], None]
 ) -> Results[ScalingCase]:
-    def starts(case: ScalingCase, own: Path) -> dict:
-        return {name: partial(begin, case, name, own / name) for name in CONTESTANTS}
+    how = {"rounds": one.rounds, "turn_s": one.turn_s, "folder": folder, "report": report}
+    return measure_cases(one.cases(), CONTESTANTS, begin, **how)
 
-    return measure_cases(one.cases(), starts, one, folder, report)
+
+def work_of(case: ScalingCase) -> tuple[int, int]:
+    return case.global_batch_size, case.workers
 
 
 def measured(one: ScalingPlan, folder: Path) -> dict:
@@ -276,7 +273,7 @@ def test_a_failure_ends_neither_the_others_nor_unnoticed(
     reported: list[str] = []
     results = measure(one, begin, tmp_path, reported.append)
     rates, problems = results.rates, results.problems
-    text = cpu_table(results, lambda case: case)
+    text = cpu_table(results, work_of)
     assert f"{one.cases()[0]}: limit" in text
     assert "DDP" not in text
     assert problems == [f"DDP, lenet, N = 2, 16 samples a step: {reason}"]
@@ -312,7 +309,7 @@ def test_the_table(tmp_path: Path) -> None:
 def test_the_table_of_cpu_time(tmp_path: Path) -> None:
     """Fails if CPU time is not that of one worker and one step, or the rest not what is left."""
     one = plan(workers=(2,), models={"lenet": 8}, modes=("weak",))
-    rows = cpu_table(measure(one, start, tmp_path, print), lambda case: case).splitlines()
+    rows = cpu_table(measure(one, start, tmp_path, print), work_of).splitlines()
     # 16 samples at 135 a second take 118.5 ms, in which each of two workers has 1.35 and 0.2 cores.
     (row,) = [line for line in rows if line.startswith("  lenet, N = 2, 16 samples a step: hvd")]
     assert row.split()[-4:] == ["118.5", "80.0", "11.9", "26.7"]
@@ -325,7 +322,7 @@ def test_the_plots(tmp_path: Path) -> None:
     rates[one.cases()[0]][DDP][0] = math.nan
     plots = draw_plots(one, rates, points_of(one, rates))
     assert [plot.name for plot in plots] == ["scaling", "ratios"]
-    assert all(len(to_png(plot.figure)) > 5000 for plot in plots)
+    assert all(len(plot.png) > 5000 for plot in plots)
     nothing = {case: {name: [math.nan] for name in CONTESTANTS} for case in one.cases()}
     assert draw_plots(one, nothing, points_of(one, nothing)) == []
 

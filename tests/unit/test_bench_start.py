@@ -26,7 +26,6 @@ from hvdtrain.lab.bench.start import (
     started,
     table,
 )
-from hvdtrain.report.charts import to_png
 from tests.unit.test_bench_scaling import read
 
 PLAN = StartPlan(workers=2, rounds=3, controller="mpi", time_limit_s=60.0)
@@ -77,7 +76,7 @@ def test_table_ratios_and_plot(tmp_path: Path) -> None:
     assert launch.split()[2:] == ["7.00"] + ["-"] * len(PARTS)
     (alone,) = [line for line in lines if line.startswith(f"  {TRAIN} ")]
     assert alone.split()[3:] == ["3.00", "0.10", "0.10", "0.10", "0.10", "2.60"]
-    assert len(to_png(draw_start(starts).figure)) > 5000
+    assert len(draw_start(starts).png) > 5000
 
 
 def test_parts_are_between_the_marks() -> None:

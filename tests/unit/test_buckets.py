@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.errors import AgreedFailure, TrainingError
-from hvdtrain.exchange import adopt_optimizer_state
+from hvdtrain.exchange.agreement import adopt_optimizer_state
 from hvdtrain.exchange.buckets import Bucket, messages_of
 from hvdtrain.exchange.distributed_optimizer import GradientsInFlight, Trainable, is_reduced
 from tests.unit.threads import ThreadExchange, connect, run_ranks
@@ -62,7 +62,7 @@ def test_a_message_has_one_type_and_one_optimizer() -> None:
 
 
 class Doubled:
-    """A carrier whose reduction doubles each message, into other memory as with fp16."""
+    """A reducer whose reduction doubles each message, into other memory as with fp16."""
 
     def __init__(self, model: nn.Module, passes: int, bucket_bytes: int = 1000) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -70,7 +70,7 @@ class Doubled:
         self.sent: list[list[float]] = []
         self.buckets = [Bucket(message, passes) for message in messages]
         flats = [it.flat for it in self.buckets]
-        self.carrier = SimpleNamespace(
+        self.reducer = SimpleNamespace(
             _allreduce_grad_async=self.submit,
             synchronize=self.synchronize,
             _requires_update=set(flats),
@@ -78,7 +78,7 @@ class Doubled:
             _handles={},
             _synchronized=False,
         )
-        self.flight = self.carrier.flight = GradientsInFlight(self.carrier, self.buckets)
+        self.flight = self.reducer.flight = GradientsInFlight(self.reducer, self.buckets)
 
     def submit(self, flat: nn.Parameter) -> tuple[int, None]:
         self.sent.append(flat.grad.tolist())
@@ -86,17 +86,17 @@ class Doubled:
 
     def synchronize(self) -> None:
         for bucket in self.buckets:
-            if self.carrier._handles.get(bucket.flat, (None,))[0] is None:
-                self.carrier._allreduce_grad_async(bucket.flat)
+            if self.reducer._handles.get(bucket.flat, (None,))[0] is None:
+                self.reducer._allreduce_grad_async(bucket.flat)
             bucket.flat.grad.set_(bucket.flat.grad.detach() * 2)
-        self.carrier._handles.clear()
-        self.carrier._synchronized = True
+        self.reducer._handles.clear()
+        self.reducer._synchronized = True
 
     def reduce(self) -> None:
         """Begin what has not begun, then wait, as `reduce_gradients` does."""
         for bucket in self.buckets:
-            if self.carrier._handles.get(bucket.flat, (None,))[0] is None:
-                self.carrier._handles[bucket.flat] = self.carrier._allreduce_grad_async(bucket.flat)
+            if self.reducer._handles.get(bucket.flat, (None,))[0] is None:
+                self.reducer._handles[bucket.flat] = self.reducer._allreduce_grad_async(bucket.flat)
         self.flight.synchronize()
 
 
@@ -108,12 +108,12 @@ def test_a_message_begins_with_its_last_gradient_and_is_put_back() -> None:
         model.zero_grad()
         made.sent.clear()
         ((model.p0 * step).sum() + model.p1.sum()).backward()
-        assert made.sent == [] and list(made.carrier._handles.values()) == [(None, None)]
+        assert made.sent == [] and list(made.reducer._handles.values()) == [(None, None)]
         ((model.p0 * step).sum() + 4 * model.p1.sum()).backward()
         assert made.sent == [[2 * step, 2 * step, 5]]
         made.flight.synchronize()
         assert model.p0.grad.tolist() == [4 * step, 4 * step] and model.p1.grad.item() == 10
-        assert is_reduced(made.carrier)
+        assert is_reduced(made.reducer)
 
 
 def test_a_missing_gradient_is_zero() -> None:
@@ -130,7 +130,7 @@ def test_a_missing_gradient_is_zero() -> None:
         assert made.sent == expected
         assert [*model.p0.grad.tolist(), *model.p1.grad.tolist()] == [2 * x for x in expected[0]]
     model.zero_grad()
-    assert not is_reduced(made.carrier)
+    assert not is_reduced(made.reducer)
 
 
 def test_a_change_of_a_gradient_on_its_way_is_named() -> None:
@@ -167,7 +167,7 @@ def test_a_change_of_a_gradient_that_waits_is_named(change: Callable[..., None])
     with pytest.raises(TrainingError, match=r"code changed parameter p0's .*in all: 1\)"):
         made.reduce()
     made.reduce()
-    assert is_reduced(made.carrier) and len(made.sent) == 1
+    assert is_reduced(made.reducer) and len(made.sent) == 1
 
 
 def test_gradients_may_change_before_the_last_pass_and_once_reduced() -> None:

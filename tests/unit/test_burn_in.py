@@ -18,8 +18,7 @@ import pytest
 
 from hvdtrain.evidence.known_answer import kind_of
 from hvdtrain.launcher.doctor import Facts, Finding, format_findings, trainings
-from hvdtrain.launcher.doctor.burn_in import BurnIn, Unit, burn_in, burn_in_json
-from hvdtrain.launcher.doctor.burn_in_checks import check_burn_in
+from hvdtrain.launcher.doctor.burn_in import BurnIn, Unit, burn_in, burn_in_json, check_burn_in
 from hvdtrain.launcher.doctor.gpu_facts import read_nvml
 from hvdtrain.launcher.doctor.probe import MARKER
 from hvdtrain.launcher.hosts import Host

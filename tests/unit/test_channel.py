@@ -253,7 +253,7 @@ def test_silence_is_loss(launcher: Launcher, monkeypatch) -> None:
     """
     silent, speaking = launcher.let_in(0), launcher.let_in(1)
     monkeypatch.setattr(protocol, "LOST_AFTER_S", 2.0)
-    monkeypatch.setattr(channel_module, "AWAY_S", 0.5)  # in proportion
+    monkeypatch.setattr(protocol, "AWAY_S", 0.5)  # in proportion
 
     def one_is_lost() -> bool:
         speaking.send({"alive": {}})

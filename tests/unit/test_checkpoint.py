@@ -21,8 +21,9 @@ from safetensors.torch import load_file, load_model
 from hvdtrain import files
 from hvdtrain.cli.train import run
 from hvdtrain.errors import TrainingError
-from hvdtrain.exchange import SingleProcess, params_sha256
+from hvdtrain.exchange import SingleProcess
 from hvdtrain.models import build_model
+from hvdtrain.tensors import params_sha256
 from hvdtrain.topology import Topology
 from hvdtrain.train import checkpoint
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint, name_of

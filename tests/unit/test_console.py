@@ -13,7 +13,7 @@ import torch
 
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.records.console import Console, final_lines, gpu_figures, header, is_live, way_on
-from hvdtrain.records.machine import GpuMeter
+from hvdtrain.records.provenance import GpuMeter
 from hvdtrain.train.metering import Totals
 from hvdtrain.train.schedules import make_schedule
 from tests.unit.jobs import made_up_data, make_job

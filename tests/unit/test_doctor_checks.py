@@ -94,11 +94,11 @@ HERE = Facts(good("alpha"))
 CHECKS: dict[str, Callable[[dict[str, Facts]], list[Finding]]] = {
     "python": lambda facts: checks.check_python(facts, HERE),
     "packages": lambda facts: checks.check_packages(facts, HERE),
-    "built_for": checks.check_built_for,
+    "built_for": machine_checks.check_built_for,
     "hvdtrain": lambda facts: checks.check_hvdtrain(facts, HERE),
     "user": lambda facts: checks.check_user(facts, HERE),
     "machine": lambda facts: checks.check_machines(facts, SLOTS),
-    "path": checks.check_working_directory,
+    "path": machine_checks.check_working_directory,
     "channel": lambda facts: checks.check_channel(facts, HOSTS),
     "interface": lambda facts: checks.check_interface(facts, LAUNCHER)[1],
     "loads": machine_checks.check_horovod_loads,
@@ -113,7 +113,7 @@ CHECKS: dict[str, Callable[[dict[str, Facts]], list[Finding]]] = {
     "limits": lambda facts: machine_checks.check_limits(facts, SLOTS),
     "output": lambda facts: machine_checks.check_output(facts, "alpha"),
     "output first": lambda facts: machine_checks.check_output(facts, "beta"),
-    "ports": checks.check_ports,
+    "ports": machine_checks.check_ports,
 }
 
 
@@ -251,9 +251,9 @@ def test_a_version_without_its_build_is_no_other_one() -> None:
     """Fails when the version of torch's package, which lacks the build, is compared with it."""
     built = {"horovod_built_for": "2.14.1+cu130", "packages": {"torch": "2.14.1"}}
     build = {"torch_build": {"version": "2.14.1+cu130", "cuda": "13.0"}}
-    assert checks.check_built_for({"alpha": Facts(built | build)}) == []
+    assert machine_checks.check_built_for({"alpha": Facts(built | build)}) == []
     other = {"torch_build": {"version": "2.14.1+cu128", "cuda": "12.8"}}
-    (found,) = checks.check_built_for({"alpha": Facts(built | other)})
+    (found,) = machine_checks.check_built_for({"alpha": Facts(built | other)})
     assert "for torch 2.14.1+cu130, but torch 2.14.1+cu128" in found.text
 
 
@@ -409,7 +409,7 @@ def test_the_faster_interface_is_best() -> None:
 
 def test_no_port_to_listen_on() -> None:
     """Fails when a host that cannot listen passes."""
-    (found,) = checks.check_ports({"alpha": Facts({}, {"listener": "OSError: in use"})})
+    (found,) = machine_checks.check_ports({"alpha": Facts({}, {"listener": "OSError: in use"})})
     assert (found.status, found.host) == ("fail", "alpha")
 
 
@@ -428,6 +428,9 @@ class GoodSession:
 
     def ask_again(self, request: dict[str, Any]) -> Facts:
         return self.ask(request, 0.0)
+
+    def ask_or_explain(self, request: dict[str, Any], limit_s: float, small: bool) -> Facts:
+        return self.ask(request, limit_s)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +476,7 @@ def test_every_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = [Host(name, 2) for name in HOSTS]
     with SshSetup(hosts, SshOptions()) as ssh:
         quick = examination.preflight(hosts, ssh, 1, None, 1.0)
-        found = examination.examine(hosts, ssh, examination.Wishes("runs", ring=False))
+        found = examination.examine(hosts, ssh, "runs", ring=False)
     assert called == defined
     assert [item for item in (*quick.findings, *found.findings) if item.status != "ok"] == []
 

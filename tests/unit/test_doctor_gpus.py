@@ -55,9 +55,9 @@ def findings_of(
     return [
         *gpu_checks.check_gpus(facts, counts),
         *gpu_checks.check_gpu_builds(facts),
-        *gpu_checks.check_gpu_errors(facts),
-        *gpu_checks.check_gpu_clocks(facts),
-        *gpu_checks.check_gpu_use(facts),
+        *gpu_checks.check_cards(facts, "gpu errors"),
+        *gpu_checks.check_cards(facts, "gpu clocks"),
+        *gpu_checks.check_cards(facts, "gpu use"),
         *gpu_checks.check_gpu_kinds(facts),
     ]
 
@@ -219,7 +219,7 @@ def test_without_the_package_nvidia_smi_answers(
     facts = {"a": Facts({"gpus": found, "torch_build": CUDA_12})}
     (finding,) = gpu_checks.check_gpus(facts, {"a": 1})
     assert (finding.status, finding.fix[:26]) == ("warn", "`pip install nvidia-ml-py`")
-    assert gpu_checks.check_gpu_errors(facts) == gpu_checks.check_gpu_use(facts) == []
+    assert [gpu_checks.check_cards(facts, name) for name in gpu_checks.CARD_CHECKS] == [[], [], []]
     put(tmp_path, "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
     assert gpu_facts.gpus()["problem"] == "nvidia-smi: Driver/library version mismatch"
 

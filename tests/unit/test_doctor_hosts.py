@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
-from hvdtrain.launcher.doctor import Finding, sessions
-from hvdtrain.launcher.doctor.examination import Preflight, Wishes, examine, preflight
-from hvdtrain.launcher.doctor.sessions import NoAnswer, explain, open_sessions
+from hvdtrain.launcher.doctor import Finding, ssh_failures
+from hvdtrain.launcher.doctor.examination import Preflight, examine, preflight
+from hvdtrain.launcher.doctor.sessions import open_sessions
+from hvdtrain.launcher.doctor.ssh_failures import NoAnswer, explain
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.protocol import Ticket, read_ticket
+from hvdtrain.launcher.protocol import read_ticket
 from hvdtrain.launcher.ssh import SshOptions, SshSetup
 from tests.unit.sshd import ADDRESS, Sshd, free_port, running_sshd
 
@@ -38,7 +39,7 @@ def listening() -> Iterator[int]:
 
 
 def check(
-    hosts: list[Host], options: SshOptions, port: int = 0, ticket: Ticket | None = None
+    hosts: list[Host], options: SshOptions, port: int = 0, ticket: dict[str, str] | None = None
 ) -> Preflight:
     with SshSetup(hosts, options) as ssh:
         return preflight(hosts, ssh, port, ticket, LIMIT_S)
@@ -60,7 +61,7 @@ def test_good_hosts(sshd: Sshd, listening: int, monkeypatch: pytest.MonkeyPatch)
     or a host gets no ticket, or one that leads to another machine.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(sshd.folder / "cache"))
-    ticket = Ticket("job-1", '{"secret": "s"}')
+    ticket = {"job": "job-1", "ticket": '{"secret": "s"}'}
     found = check([HERE, THERE], sshd.options(), listening, ticket)
     assert wrong(found) == []
     assert found.interface == "lo"
@@ -68,7 +69,7 @@ def test_good_hosts(sshd: Sshd, listening: int, monkeypatch: pytest.MonkeyPatch)
     assert found.facts[ADDRESS].get("executable") == sys.executable
     kept = read_ticket("job-1")
     assert kept is not None
-    assert (kept["job"], kept["ticket"]) == ("job-1", ticket.text)
+    assert (kept["job"], kept["ticket"]) == ("job-1", ticket["ticket"])
     assert kept["channel"][1] == listening
 
 
@@ -257,7 +258,7 @@ def test_other_messages_of_ssh(stderr: str, text: str) -> None:
 
 def test_a_name_of_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails when it is not said that a host which fails has several addresses, and which."""
-    monkeypatch.setattr(sessions, "addresses_of", lambda name: ["10.0.0.2", "10.0.0.3"])
+    monkeypatch.setattr(ssh_failures, "addresses_of", lambda name: ["10.0.0.2", "10.0.0.3"])
     finding = explain(Host("worker"), "ssh worker", NoAnswer(255, "Host key verification failed."))
     assert finding.text.endswith("; worker stands for 2 addresses, 10.0.0.2, 10.0.0.3")
     assert "a name or address of its own" in finding.fix
@@ -296,7 +297,7 @@ def test_examining_two_hosts(sshd: Sshd, tmp_path: Path) -> None:
     output = tmp_path / "runs"
     hosts = [HERE, THERE]
     with SshSetup(hosts, sshd.options()) as ssh:
-        found = examine(hosts, ssh, Wishes(output=str(output), ring=False))
+        found = examine(hosts, ssh, output=str(output), ring=False)
     checks = {item.check for item in found.findings}
     assert checks >= {
         *("ssh", "python", "hvdtrain", "user", "path", "way back", "horovod loads", "latency"),
@@ -306,7 +307,7 @@ def test_examining_two_hosts(sshd: Sshd, tmp_path: Path) -> None:
     assert found.shared == {ADDRESS: True}
     assert not output.exists()
     assert list(tmp_path.glob(".hvdtrain*")) == []
-    assert abs(found.clocks[ADDRESS][0]) < 1
+    assert abs(found.pings[ADDRESS][1]) < 1
     assert {attempt["host"] for attempt in found.reached["localhost"]} <= {ADDRESS}
 
 
@@ -314,7 +315,7 @@ def test_a_host_that_fails_keeps_the_ring_from_starting(sshd: Sshd, tmp_path: Pa
     """Fails when workers are started although a host cannot take part."""
     hosts = [HERE, Host("no-such-host.invalid")]
     with SshSetup(hosts, sshd.options()) as ssh:
-        found = examine(hosts, ssh, Wishes(output=str(tmp_path)))
+        found = examine(hosts, ssh, output=str(tmp_path))
     (ring,) = [item for item in found.findings if item.check == "ring"]
     assert (ring.status, found.ring) == ("warn", None)
     assert "not tried" in ring.text

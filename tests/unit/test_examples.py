@@ -22,6 +22,7 @@ from hvdtrain.tasks import check_sums
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 README = EXAMPLES.parent / "README.md"
+GUIDE = EXAMPLES.parent / "docs" / "guide.md"
 OWN_LOOP = EXAMPLES.parent / "docs" / "own-loop.md"
 SINGLE_PARTS = [EXAMPLES / "your_script.py", EXAMPLES / "your_script_distributed.py"]
 TWINS = [EXAMPLES / "own_loop_one_device.py", EXAMPLES / "own_loop.py"]
@@ -128,9 +129,9 @@ def test_the_readme_shows_the_difference_as_it_is() -> None:
             assert f"\n{line}\n" in readme, line
 
 
-def test_the_task_of_the_readme_is_complete() -> None:
+def test_the_task_of_the_guide_is_complete() -> None:
     """Fails if what a user copies from there lacks an import, or is no task."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     (code,) = (block for block in blocks if "class Squares" in block)
     names: dict[str, Any] = {}
     exec(code, names)
@@ -179,9 +180,9 @@ def test_the_recipe_with_a_dataloader() -> None:
     assert len(by_rank[0]) == 6
 
 
-def test_the_readme_lists_the_types_of_images() -> None:
+def test_the_guide_lists_the_types_of_images() -> None:
     """Fails if a type is read that is not listed there, or the other way round."""
-    text = " ".join(README.read_text().split())
+    text = " ".join(GUIDE.read_text().split())
     (listed,) = re.findall(r"Files of the types (.*?) are images;", text)
     words = listed.replace(" (its first frame)", "").replace(" and ", ", ").split(", ")
     assert [f".{word}" for word in words] == list(EXTENSIONS)

@@ -129,18 +129,18 @@ def test_horovod_receives_contiguous_gradients() -> None:
         for parameter, gradient in given.items():
             parameter.grad.set_(gradient.detach() * 2)  # as Horovod does
 
-    carrier = SimpleNamespace(
+    reducer = SimpleNamespace(
         _allreduce_grad_async=submit,
         synchronize=synchronize,
         _requires_update=set(model.parameters()),
         _parameter_names={it: name for name, it in model.named_parameters()},
     )
-    flight = GradientsInFlight(carrier)
+    flight = GradientsInFlight(reducer)
     model(torch.rand(2, 1, 4, 4)).square().sum().backward()
     expected = {it: it.grad.clone() * 2 for it in model.parameters()}
     assert is_last(model[2].weight.grad)
     for parameter in model.parameters():
-        carrier._allreduce_grad_async(parameter)
+        reducer._allreduce_grad_async(parameter)
     flight.synchronize()
     for parameter, gradient in expected.items():
         assert parameter.grad.stride() == parameter.stride()
@@ -152,18 +152,18 @@ def test_a_change_during_a_reduction_is_found(copies: int, changes: int) -> None
     """Fails if a change goes unnoticed, or Horovod's own copy to a GPU is taken for one."""
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    carrier = SimpleNamespace(
+    reducer = SimpleNamespace(
         _allreduce_grad_async=lambda _: (1, None),
         synchronize=lambda: None,
         _requires_update={weight},
         _parameter_names={weight: "weight"},
     )
-    flight = GradientsInFlight(carrier, copies=copies)
-    carrier._allreduce_grad_async(weight)
+    flight = GradientsInFlight(reducer, copies=copies)
+    reducer._allreduce_grad_async(weight)
     for _ in range(copies):
         weight.grad.copy_(torch.zeros(3))
     flight.synchronize()
-    carrier._allreduce_grad_async(weight)
+    reducer._allreduce_grad_async(weight)
     for _ in range(changes):
         weight.grad.mul_(2)
     with pytest.raises(TrainingError, match="code changed parameter weight"):

@@ -19,10 +19,12 @@ import yaml
 from hvdtrain.audit import AuditRecord
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.files import open_kept, open_to_read
-from hvdtrain.records.directory import RunDirectory, free_folder, new_directory
+from hvdtrain.records.directory import RunDirectory, new_directory
 from hvdtrain.records.event_log import EventLog
+from hvdtrain.records.folders import free_folder
 from hvdtrain.records.ledger import take_cause
-from hvdtrain.report.page import save
+from hvdtrain.report.charts import write_plots
+from hvdtrain.report.page import PAGE
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metering import Totals
@@ -383,7 +385,8 @@ def test_planted_links_among_checkpoints_are_not_followed(tmp_path: Path, plante
 def test_a_report_does_not_follow_links(tmp_path: Path, planted) -> None:
     """Fails when a run that came with a link in its report/ has us write over a file elsewhere."""
     precious = planted("report/index.html")
-    assert save("<html>", [], tmp_path / "one" / "report").read_text() == "<html>"
+    (page,) = write_plots([], tmp_path / "one" / "report", {PAGE: "<html>"})
+    assert page.read_text() == "<html>"
     assert precious.read_text() == "precious"
 
 

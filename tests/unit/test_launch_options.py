@@ -10,14 +10,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import make_parser
-from hvdtrain.cli.flags import read_train_flags
-from hvdtrain.cli.launch import (
-    SCRIPT_WATCHDOG_S,
-    WATCHDOG_S,
-    Launch,
-    add_flags,
-    read_launch,
-)
+from hvdtrain.cli.flags import add_all, read_train_flags
+from hvdtrain.cli.launch import FLAGS, SCRIPT_WATCHDOG_S, WATCHDOG_S, Launch, read_launch
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.hosts import Host
 
@@ -264,7 +258,7 @@ def test_the_command_is_found_where_workers_find_it(tmp_path: Path, monkeypatch)
 def test_every_flag_is_explained(capsys) -> None:
     """Fails when a flag has no help, or the help cannot be printed."""
     parser = argparse.ArgumentParser()
-    add_flags(parser)
+    add_all(parser, FLAGS)
     text = parser.format_help()
     assert all(action.help for action in parser._actions if action.dest != "command")
     assert "--watchdog-timeout-s" in text and "%" not in text

@@ -154,7 +154,7 @@ def test_image_folders_are_mixed(readers: int, tmp_path: Path) -> None:
     read, apart = list(stream(data.train, batches, 2)), plain.train.batch(np.arange(12), 2)
     assert [it.samples for it in read] == [3, 1, 2]
     for indices, loaded in zip(batches, read, strict=True):
-        pairs = data.train._pairs(indices, 2)
+        pairs = data.train.to_read(indices, 2)
         own, others = apart[0][pairs].tensor_split(2)
         share = loaded.batch.shares[:, None, None, None]
         torch.testing.assert_close(loaded.batch.inputs, own * share + others * (1 - share))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange import params_sha256
 from hvdtrain.models import build_model
+from hvdtrain.tensors import params_sha256
 from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE_ALONE, build_optimizer
 
 MODULE = """

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cli.flags import Parser, add_train_flags
+from hvdtrain.cli.flags import TRAIN_FLAGS, Parser, add_all
 from hvdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, BatchConfig, TrainConfig
 from hvdtrain.config.options import Option, as_flat_dict, build_config, dump_yaml, train_options
 from hvdtrain.errors import UsageError
@@ -31,7 +31,7 @@ FLOATS = [name for name in NUMBERS if OPTIONS[name].type is float]
 
 def parse(*argv: str) -> TrainConfig:
     parser = Parser(prog="train")
-    add_train_flags(parser)
+    add_all(parser, TRAIN_FLAGS)
     arguments, unknown = parser.parse_known_args(argv)
     return build_config(vars(arguments), parser.explain(unknown))
 

@@ -21,7 +21,6 @@ from hvdtrain.lab.plan.profiles import (
     measure_profile,
     share_out,
 )
-from hvdtrain.report.charts import to_png
 from tests.unit.plans import PROFILE, write
 from tests.unit.strategies import work_spec
 
@@ -169,7 +168,8 @@ def test_the_plot_shows_every_prediction(tmp_path: Path) -> None:
     counts = [1, 2, 4, 8, 16]
     predictions = [predict(setting, method, n) for n in counts for method in METHODS]
     useful = {method: largest_useful(setting, method, 16, 0.5) for method in METHODS}
-    figure = draw_plot(predictions, useful, 0.5, PROFILE.name).figure
+    plot = draw_plot(predictions, useful, 0.5, PROFILE.name)
+    figure = plot.figure
     upper, lower = figure.axes
     for index, method in enumerate(METHODS):
         rows = [p for p in predictions if p.method == method]
@@ -182,4 +182,4 @@ def test_the_plot_shows_every_prediction(tmp_path: Path) -> None:
     assert [text.get_text() for text in legend.get_texts()] == [
         m.replace("_", " ") for m in METHODS
     ]
-    assert to_png(figure).startswith(b"\x89PNG")
+    assert plot.png.startswith(b"\x89PNG")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.config.fields import profiled_steps
+from hvdtrain.config.fields import step_range
 from hvdtrain.errors import TrainingError
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.run.training import StepProfiler
+from hvdtrain.run.hooks import StepProfiler
 
 
 def run_steps(profiler: StepProfiler, steps: int) -> None:
@@ -56,4 +56,4 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 )
 def test_steps_are_read(text: str, steps: tuple[int, int] | None) -> None:
     """Fails when a range is misread, or nonsense taken for one."""
-    assert profiled_steps(text) == steps
+    assert step_range(text) == steps

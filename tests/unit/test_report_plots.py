@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.report.charts import PALETTE, to_png
+from hvdtrain.report.charts import PALETTE
 from tests.unit.reported import (
     CONFUSION,
     audit_record,
@@ -173,7 +173,7 @@ def test_entries_of_few_classes_are_drawn_as_their_matrix(tmp_path: Path) -> Non
     write_confusion(runs[1], in_entries(np.array(CONFUSION)), classes=["a", "b", "$c"])
     first, second = (plots_of(run)["confusion"] for run in runs)
     assert first.caption == second.caption
-    assert to_png(first.figure) == to_png(second.figure)
+    assert first.png == second.png
 
 
 def confused(classes: int) -> np.ndarray:
@@ -210,7 +210,7 @@ def test_of_many_classes_the_worst_pairs_and_classes_are_shown(tmp_path: Path, f
         "At step 1: 330 of 352 classified correctly; "
         "the most frequent error (9): $299 was taken for $2."
     )
-    assert to_png(plot.figure).startswith(b"\x89PNG")
+    assert plot.png.startswith(b"\x89PNG")
 
 
 def labels_of(axes: Any) -> list[str]:
@@ -229,7 +229,7 @@ def test_many_classes_all_right_or_all_wrong(tmp_path: Path, right: int) -> None
     plot = plots_of(run)["confusion"]
     assert len(plot.figure.axes) == 2 - right
     assert labels_of(plot.figure.axes[-1]) == [str(number) for number in range(12)]
-    assert to_png(plot.figure).startswith(b"\x89PNG")
+    assert plot.png.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -252,4 +252,4 @@ def test_names_that_matplotlib_would_leave_out_or_set_as_formulas(tmp_path: Path
     shown = [text.get_text() for text in legend.get_texts()]
     assert shown[:3] == list(names[:3]) and 20 < len(shown[3]) < 50
     for plot in plots.values():
-        assert to_png(plot.figure).startswith(b"\x89PNG")
+        assert plot.png.startswith(b"\x89PNG")

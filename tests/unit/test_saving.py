@@ -12,7 +12,7 @@ import torch
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.lab.bench import saving
 from hvdtrain.pulse import Pulse
-from hvdtrain.run import stop, training
+from hvdtrain.run import hooks, training
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
@@ -90,11 +90,14 @@ def test_the_copy_before_is_written_before_the_next_is_made(monkeypatch) -> None
         def __getattr__(self, name: str) -> Any:
             return lambda *given: calls.append(name)
 
-    monkeypatch.setattr(stop, "capture", lambda *given: calls.append("capture"))
-    ledger, pulse = Recorded(), Pulse()
-    keeper = stop.RunKeeper(SingleProcess(), ledger, None, pulse)  # type: ignore[arg-type]
+    class Recording(Recorded):
+        checkpoints = Recorded()
+
+    monkeypatch.setattr(hooks, "capture", lambda *given: calls.append("capture"))
+    ledger, pulse = Recording(), Pulse()
+    keeper = hooks.RunKeeper(SingleProcess(), ledger, None, pulse)  # type: ignore[arg-type]
     keeper.save(None, None, None)  # type: ignore[arg-type]
-    assert calls == ["progress", "wait_until_saved", "capture", "saved"]
+    assert calls == ["progress", "wait", "capture", "saved"]
 
 
 @pytest.mark.parametrize("resumed", [True, False])

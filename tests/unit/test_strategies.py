@@ -13,8 +13,7 @@ from torch import nn
 from hvdtrain.cli import compare as compare_options
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.systems import SYSTEMS, Strategy, find_strategy
-from hvdtrain.lab.systems.all_reduce import CountedTransport
-from hvdtrain.lab.systems.contract import socket_traffic
+from hvdtrain.lab.systems.contract import CountedTransport, socket_traffic
 from hvdtrain.lab.systems.model_parallel import choose_cuts, cut_into_stages, shapes_between
 from hvdtrain.lab.systems.parameter_server import AsynchronousServer
 from hvdtrain.lab.systems.plain_torch import NO_GPU, TorchDataParallel

@@ -30,6 +30,16 @@ class RingCollectives:
         self.size = transport.size
         self._transport = transport
 
+    def collective(
+        self, kind: str, tensors: Tensors, name: str, submission: str, op: str = "", root: int = 0
+    ) -> Tensors:
+        if kind == "allgather":
+            return self.all_gather(tensors, name, submission)
+        if kind == "broadcast":
+            return self.broadcast(tensors, root, name, submission)
+        reduce = {"allreduce": self.all_reduce, "reducescatter": self.reduce_scatter}[kind]
+        return reduce(tensors, op, name, submission)
+
     def all_reduce(self, tensors: Tensors, op: str, name: str, submission: str) -> Tensors:
         with np.errstate(all="ignore"):
             return [

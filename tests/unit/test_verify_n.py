@@ -23,7 +23,7 @@ from hvdtrain.evidence.verify_n.parting import (
     AGREEMENT,
     Gap,
     Parting,
-    Saved,
+    gap_above,
     largest_gap,
 )
 from hvdtrain.evidence.verify_n.passes import OUTSIDE, Subject
@@ -223,15 +223,20 @@ def test_gap_of_special_values() -> None:
 
 def test_parameters_come_before_buffers_and_bits_count() -> None:
     """Fails when a buffer is named for a parameter, or 0 and -0 are the same bits."""
-    one = Saved({"weight": torch.ones(2)}, {"running_mean": torch.ones(2)})
-    other = Saved({"weight": torch.tensor([1.0, 1.5])}, {"running_mean": torch.zeros(2)})
-    assert one.gap_above(AGREEMENT, other).tensor == "weight"
-    found = one.gap_above(0.7, other)
+    one = {"parameter": {"weight": torch.ones(2)}, "tensor": {"running_mean": torch.ones(2)}}
+    other = {
+        "parameter": {"weight": torch.tensor([1.0, 1.5])},
+        "tensor": {"running_mean": torch.zeros(2)},
+    }
+    assert gap_above(AGREEMENT, one, other).tensor == "weight"
+    found = gap_above(0.7, one, other)
     assert (found.kind, found.tensor) == ("tensor", "running_mean")
-    assert one.gap_above(1.0, other) is None
-    zero, negative = (Saved({"weight": torch.tensor([value])}, {}) for value in (0.0, -0.0))
-    assert zero.gap_above(0.0, zero) is None
-    assert zero.gap_above(0.0, negative) == Gap(0.0, "weight")
+    assert gap_above(1.0, one, other) is None
+    zero, negative = (
+        {"parameter": {"weight": torch.tensor([value])}, "tensor": {}} for value in (0.0, -0.0)
+    )
+    assert gap_above(0.0, zero, zero) is None
+    assert gap_above(0.0, zero, negative) == Gap(0.0, "weight")
 
 
 def test_bounds_only_narrow() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.errors import AgreedFailure, UsageError
-from hvdtrain.run.wording import as_options, in_words_of_script
+from hvdtrain.run.script import as_options, in_words_of_script
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ The names that the flags accept are here, as the command line must not import Nu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 # Horovod 0.28.1 offers no other reductions for reducescatter.
 OPERATIONS = (
     *("allreduce-sum", "allreduce-average", "allreduce-min", "allreduce-max"),
@@ -23,15 +21,3 @@ FAULTS = (  # of `hvdtrain.evidence.verify.collectives`
     *("bitflip", "drop-rank", "sum-for-mean", "mean-for-sum", "swap-results", "stale"),
     *("nan", "half-precision"),
 )
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """Options of `hvdtrain verify`."""
-
-    operations: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    sizes: tuple[int, ...]  # bytes
-    fault: str | None
-    json: str | None  # the file for the outcome of every case
-    seed: int

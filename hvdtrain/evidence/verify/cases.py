@@ -58,13 +58,13 @@ def plan_cases(
     They always include lengths of one less and one more than the number of ranks, special values,
     and the sizes up to SMALL_BYTES, each twice, together and as a group.
     """
-    cases: list[Case] = []
-    for name in operations:
-        kind, _, reduction = name.partition("-")
-        operation = Collective(name, kind, reduction or "none")
-        for dtype in dtypes:
-            cases += _cases_of(operation, dtype, sizes, ranks)
-    return cases
+    parts = ((name, *name.partition("-")) for name in operations)
+    return [
+        case
+        for name, kind, _, reduction in parts
+        for dtype in dtypes
+        for case in _cases_of(Collective(name, kind, reduction or "none"), dtype, sizes, ranks)
+    ]
 
 
 def _cases_of(
@@ -74,8 +74,7 @@ def _cases_of(
     lengths = sorted({-(-size // itemsize) for size in sizes} | {ranks - 1, ranks + 1})
     for length in lengths:
         yield Case(operation, dtype, (length,), "alone", "ordinary")
-    special = len(special_values(operation.reduction, dtype, 0, ranks))
-    if special:
+    if special := len(special_values(operation.reduction, dtype, 0, ranks)):
         yield Case(operation, dtype, (special,), "alone", "special")
     small = [length for length in lengths if length * itemsize <= SMALL_BYTES]
     # Descending, then ascending: neighbours mostly differ in length, and every length occurs twice.
@@ -123,8 +122,7 @@ def special_values(reduction: str, dtype: str, rank: int, ranks: int) -> Array:
         if reduction in ("sum", "average"):
             return np.empty(0, kind)
         limits = np.iinfo(kind)
-        edges = np.array([limits.min, limits.max, -1, 0, 1], kind)
-        return np.roll(np.tile(edges, 5), rank)
+        return np.roll(np.array([limits.min, limits.max, -1, 0, 1] * 5, kind), rank)
     if reduction == "none":
         drawn = np.random.default_rng([77, rank]).bytes(301 * kind.itemsize)
         return np.frombuffer(drawn, kind).copy()

@@ -6,14 +6,16 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hvdtrain.evidence.verify.cases import Case
-from hvdtrain.exchange.gpus import CPU, synchronize
+from hvdtrain.exchange.gpus import synchronize
 from hvdtrain.ring import Transport, broadcast, split_evenly
+from hvdtrain.tensors import CPU
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.horovod import HorovodExchange
@@ -29,8 +31,7 @@ class Runner:
     seconds = 0.0  # of the last submission on this rank, without copies to and from a GPU
 
     def __init__(self, exchange: HorovodExchange, device: torch.device = CPU) -> None:
-        self._exchange = exchange
-        self.device = device
+        self._exchange, self.device = exchange, device
         self.ran_on = device.type  # the type of the device of the last results
 
     def run(self, case: Case, inputs: Tensors, name: str, step: int) -> Tensors:
@@ -41,22 +42,18 @@ class Runner:
         there = [tensor.to(self.device) for tensor in inputs]
         synchronize(self.device)
         started = time.perf_counter()
-        results = self._submit(case, there, name)
+        results = self._exchange.collective(
+            case.operation.kind,
+            there,
+            name,
+            case.submission,
+            op=case.operation.reduction,
+            root=self._exchange.size - 1,  # rank 0 would be mistaken for a default
+        )
         synchronize(self.device)
         self.seconds = time.perf_counter() - started
         self.ran_on = results[0].device.type
         return [result.cpu() for result in results]
-
-    def _submit(self, case: Case, inputs: Tensors, name: str) -> Tensors:
-        kind, op, submission = case.operation.kind, case.operation.reduction, case.submission
-        if kind == "allreduce":
-            return self._exchange.all_reduce(inputs, op, name, submission)
-        if kind == "reducescatter":
-            return self._exchange.reduce_scatter(inputs, op, name, submission)
-        if kind == "allgather":
-            return self._exchange.all_gather(inputs, name, submission)
-        root = self._exchange.size - 1  # rank 0 would be mistaken for a default
-        return self._exchange.broadcast(inputs, root, name, submission)
 
 
 @dataclass(frozen=True)
@@ -99,9 +96,7 @@ class FaultyRunner(Runner):
     ) -> None:
         """`seed`: the same on every rank; `transport`: broadcasts the terms that faults drop."""
         super().__init__(exchange, device)
-        self._fault = fault
-        self._transport = transport
-        self._dice = random.Random(seed)
+        self._fault, self._transport, self._dice = fault, transport, random.Random(seed)
         self._previous: Tensors = []
 
     def run(self, case: Case, inputs: Tensors, name: str, step: int) -> Tensors:
@@ -123,18 +118,22 @@ class FaultyRunner(Runner):
                 previous=self._previous[victim] if step else None,
                 other=twins[0] if twins else None,
             )
-            context = self._context(case, inputs[victim])
+            context = CaseContext(
+                self._transport.rank,
+                self._transport.size,
+                partial(self._term_of, case, inputs[victim]),
+            )
             self.spoiled = inject(self._fault, delivered, context, self._dice)
         self._previous = honest
         return results
 
-    def _context(self, case: Case, term: torch.Tensor) -> CaseContext:
-        def term_of(local: torch.Tensor, rank: int) -> torch.Tensor:
-            whole = np.array(term.numpy())
-            broadcast(whole, self._transport, rank)
-            return self._own_share(case, torch.from_numpy(whole))
-
-        return CaseContext(self._transport.rank, self._transport.size, term_of)
+    def _term_of(
+        self, case: Case, term: torch.Tensor, local: torch.Tensor, rank: int
+    ) -> torch.Tensor:
+        """Collective: return the part of the term of `rank`, of which this rank has `term`."""
+        whole = np.array(term.numpy())
+        broadcast(whole, self._transport, rank)
+        return self._own_share(case, torch.from_numpy(whole))
 
     def _own_share(self, case: Case, term: torch.Tensor) -> torch.Tensor:
         """Return the part of a term that contributes to this rank's result."""
@@ -160,8 +159,7 @@ def _bitflip(delivered: Delivered, context: CaseContext, dice: random.Random) ->
     # Drawn as fractions: with a reduce-scatter the ranks hold results of different lengths.
     where, which = dice.random(), dice.random()
     if context.rank == culprit and bits.numel():
-        mask = 1 << int(which * (8 * bits.element_size() - 1))
-        bits[int(where * bits.numel())] ^= mask
+        bits[int(where * bits.numel())] ^= 1 << int(which * (8 * bits.element_size() - 1))
 
 
 def _drop_rank(delivered: Delivered, context: CaseContext, dice: random.Random) -> None:

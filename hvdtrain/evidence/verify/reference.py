@@ -48,19 +48,14 @@ class Deviation:
         )
 
 
-class Bound(NamedTuple):
-    """How far rounding explains a deviation, by element."""
-
-    error: NDArray[np.float64]
-    overflow_allowed: NDArray[np.bool_]
-
-
 class Expected(NamedTuple):
     """A segment of an expected result, of which each rank holds all or, scattered, a share."""
 
     start: int  # index in the whole result
     values: Array
-    bound: Bound | None = None  # None: equal, except for the sign of zeros
+    # How far rounding explains a deviation, and where an overflow, by element; None: values must be
+    # equal, except for the sign of zeros.
+    bounds: tuple[NDArray[np.float64], NDArray[np.bool_]] | None = None
 
 
 def worst_of(
@@ -77,9 +72,8 @@ def worst_of(
             results = [run[tensor] for run in runs]
             share = _share(case, tensor, transport)
             for expected in _expected(case, tensor, local_values, transport):
-                for result in results:
-                    segment_worst = _compare(case, tensor, expected, share, result)
-                    worst = max(worst, segment_worst, key=lambda deviation: deviation.ratio)
+                compared = [_compare(case, tensor, expected, share, result) for result in results]
+                worst = max([worst, *compared], key=lambda deviation: deviation.ratio)
             length = share.stop - share.start
             for result in results:
                 if len(result) != length:
@@ -105,12 +99,10 @@ def _expected(
         for start in range(0, len(local_values), CHUNK):
             yield _reduced(case, start, local_values[start : start + CHUNK], transport)
         return
-    gathers = case.operation.kind == "allgather"
-    start = 0
+    start, gathers = 0, case.operation.kind == "allgather"
     for root in range(transport.size) if gathers else [transport.size - 1]:
-        values = np.zeros(case.length(tensor, root), local_values.dtype)
-        if transport.rank == root:
-            values = local_values.copy()
+        there = np.zeros(case.length(tensor, root), local_values.dtype)
+        values = local_values.copy() if transport.rank == root else there
         broadcast(values, transport, root)
         yield Expected(start, values)
         start += len(values)
@@ -125,28 +117,27 @@ def _reduced(case: Case, start: int, local_values: Array, transport: Transport) 
         quotient = all_reduce(local_values, transport, op="average")
         # Truncated on both sides; the constant 1/N and its product are rounded.
         error = 1 + gamma(3, REFERENCE_DTYPE) * np.abs(quotient.astype(REFERENCE_DTYPE))
-        return Expected(start, quotient, Bound(error, np.zeros(len(local_values), np.bool_)))
+        return Expected(start, quotient, (error, np.zeros(len(local_values), np.bool_)))
     local64 = local_values.astype(REFERENCE_DTYPE)
     both = all_reduce(np.concatenate([local64, finite_magnitudes(local64)]), transport)
     total, magnitudes = both[: len(local_values)], both[len(local_values) :]
     error = ERROR_BOUNDS[op](magnitudes, size, local_values.dtype)
-    bound = Bound(error, may_overflow(magnitudes, size, local_values.dtype))
-    return Expected(start, total / size if op == "average" else total, bound)
+    bounds = error, may_overflow(magnitudes, size, local_values.dtype)
+    return Expected(start, total / size if op == "average" else total, bounds)
 
 
 def _compare(case: Case, tensor: int, expected: Expected, share: slice, result: Array) -> Deviation:
     """Return the element with the largest error of a segment, as far as it is in the share."""
     first = max(expected.start, share.start)
-    last = min(expected.start + len(expected.values), share.stop)
-    length = last - first
+    length = min(expected.start + len(expected.values), share.stop) - first
     value = result[first - share.start :][:length]
     if length <= 0 or len(value) < length:
         return Deviation(0.0)  # `worst_of` reports wrong lengths
-    part = slice(first - expected.start, last - expected.start)
+    part = slice(first - expected.start, first - expected.start + length)
     reference = expected.values[part]
-    if expected.bound is not None:
+    if expected.bounds is not None:
         wide, wide_reference = value.astype(REFERENCE_DTYPE), reference.astype(REFERENCE_DTYPE)
-        error, overflow_allowed = expected.bound.error[part], expected.bound.overflow_allowed[part]
+        error, overflow_allowed = expected.bounds[0][part], expected.bounds[1][part]
         ratios = error_over_bound(wide, wide_reference, error, overflow_allowed)
     elif case.operation.reduction == "none":
         ratios = np.where(bits_of(value) == bits_of(reference), 0.0, math.inf)
@@ -163,7 +154,7 @@ def _compare(case: Case, tensor: int, expected: Expected, share: slice, result: 
         value=_show(actual, 9),
         reference=_show(wanted, 9),
         error=_show(abs(actual - wanted), 3),
-        bound=f"{0.0 if expected.bound is None else error[index]:.3g}",
+        bound=f"{0.0 if expected.bounds is None else error[index]:.3g}",
     )
 
 

@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,9 +76,8 @@ class Result:
     @property
     def seconds(self) -> float:
         """The median over the runs of the slowest rank's time."""
-        runs = range(len(self.by_rank[0].seconds))
-        slowest = [max(report.seconds[run] for report in self.by_rank) for run in runs]
-        return statistics.median(slowest)
+        by_run = zip(*(report.seconds for report in self.by_rank), strict=True)
+        return float(statistics.median(map(max, by_run)))
 
     @property
     def bus_bandwidth(self) -> float:
@@ -86,12 +86,10 @@ class Result:
         The bytes of the whole buffer (in an all-gather, the gathered one) over the time, times the
         share that must pass a link. It is comparable with the hardware's for any N.
         """
-        ranks = len(self.by_rank)
-        kind = self.case.operation.kind
+        ranks, kind = len(self.by_rank), self.case.operation.kind
         whole = self.case.bytes * (ranks if kind == "allgather" else 1)
         passing = {"allreduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}
-        part: float = passing.get(kind, (ranks - 1) / ranks)
-        return whole * part / self.seconds
+        return whole * passing.get(kind, (ranks - 1) / ranks) / self.seconds
 
 
 def run_cases(
@@ -109,8 +107,7 @@ def run_cases(
         report, runs = _run(case, runner, transport, seed)
         result = Result(case, _gather(report, transport), repeatable(case), runner.ran_on)
         if result.bit_equal is False and not result.wrong:
-            difference = _difference_from_rank_0(runs, result, transport)
-            report = replace(report, difference=difference)
+            report = replace(report, difference=_difference_from_rank_0(runs, result, transport))
             result = replace(result, by_rank=_gather(report, transport))
         yield result
 
@@ -126,8 +123,7 @@ def _run(
     other, values = (make_values(case, rank, size, seed + more) for more in (1, 0))
     other = [array[::-1].copy() for array in other]
     runs: list[list[Array]] = []
-    seconds = []
-    spoiled = False
+    seconds, spoiled = [], False
     for step in range(1 + REPEATS):
         inputs = [torch.from_numpy(array) for array in (values if step else other)]
         all_reduce(np.zeros(size, np.int32), transport)  # waits for all ranks
@@ -158,8 +154,8 @@ def _difference_from_rank_0(
     runs: list[list[Array]], result: Result, transport: Transport
 ) -> Deviation | None:
     """Collective: return the first element of this rank's results that differs from rank 0's."""
-    by_rank = [report.digests for report in result.by_rank]
-    run = next(number for number in range(REPEATS) if len({d[number] for d in by_rank}) > 1)
+    by_run = zip(*(report.digests for report in result.by_rank), strict=True)
+    run = next(number for number, digests in enumerate(by_run) if len(set(digests)) > 1)
     first: Deviation | None = None
     for tensor, local_values in enumerate(runs[run]):
         other = local_values.copy()
@@ -167,8 +163,8 @@ def _difference_from_rank_0(
         different = np.flatnonzero(bits_of(local_values) != bits_of(other))
         if first is None and different.size:
             index = int(different[0])
-            values = repr(local_values[index].item()), repr(other[index].item())
-            first = Deviation(0.0, tensor, index, *values)
+            ours, theirs = local_values[index].item(), other[index].item()
+            first = Deviation(0.0, tensor, index, repr(ours), repr(theirs))
     return first
 
 
@@ -177,10 +173,8 @@ def _gather(report: RankReport, transport: Transport) -> list[RankReport]:
     encoded = json.dumps(asdict(report)).encode()
     longest = int(gather(np.array([len(encoded)]), transport).max())
     rows = gather(np.frombuffer(encoded.ljust(longest), np.uint8), transport)
-    reports = []
-    for row in rows:
-        fields = json.loads(row.tobytes())
-        finding, difference = fields.pop("finding"), fields.pop("difference")
-        other = difference and Deviation(**difference)
-        reports.append(RankReport(Deviation(**finding), difference=other, **fields))
-    return reports
+    return [json.loads(row.tobytes(), object_hook=_decoded) for row in rows]
+
+
+def _decoded(fields: dict[str, Any]) -> RankReport | Deviation:
+    return RankReport(**fields) if "finding" in fields else Deviation(**fields)

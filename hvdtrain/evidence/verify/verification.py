@@ -6,24 +6,23 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch, name_ranks
-from hvdtrain.evidence.verify import VerifyOptions
-from hvdtrain.evidence.verify.cases import Case, plan_cases
+from hvdtrain.errors import EXIT_OK, HvdtrainError, VerifyMismatch, name_ranks, refuse
+from hvdtrain.evidence.verify.cases import Case
 from hvdtrain.evidence.verify.collectives import FaultyRunner, Runner
 from hvdtrain.evidence.verify.running import REPEATS, Result, run_cases
-from hvdtrain.exchange import run_on_all
+from hvdtrain.exchange.agreement import run_on_all
 from hvdtrain.exchange.connect import connect_workers
-from hvdtrain.exchange.gpus import CPU, find_own_gpu
-from hvdtrain.files import check_json, write_json
+from hvdtrain.exchange.gpus import find_own_gpu
+from hvdtrain.files import json_problems, write_json
 from hvdtrain.log import counted, say
 from hvdtrain.ring import Transport
 from hvdtrain.run.process import leave_at_once, report_failure
+from hvdtrain.tensors import CPU
 from hvdtrain.topology import Topology
 
 if TYPE_CHECKING:
@@ -39,59 +38,73 @@ COLUMNS = (
 UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-def verify(options: VerifyOptions, topology: Topology) -> int:
-    """Collective: verify and return the exit code; failures are reported here."""
+def verify(cases: Sequence[Case], arguments: Mapping[str, Any], topology: Topology) -> int:
+    """Collective: verify and return the exit code; failures are reported here.
+
+    `arguments`: those named inject, json (a file for the outcome of every case) and seed are read.
+    """
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_THRESHOLD))
     torch.set_num_threads(1)
     exchange = connect_workers()
     try:
         with exchange.peer_failures():
-            results = _run(options, exchange)
+            results = _run(cases, arguments, exchange)
             exchange.close()
-        _judge(options, exchange, results)
+        _judge(arguments["inject"], exchange, results)
     except Exception as error:
         leave_at_once(report_failure(error, topology))
     return EXIT_OK
 
 
-def _run(options: VerifyOptions, exchange: HorovodExchange) -> list[Result]:
+def _run(
+    cases: Sequence[Case], arguments: Mapping[str, Any], exchange: HorovodExchange
+) -> list[Result]:
     """Collective: run all cases; rank 0 prints the table and writes the JSON."""
     first = exchange.rank == 0
-    run_on_all(exchange, "json", lambda: check_json(options.json) if first else None)
+    run_on_all(
+        exchange, "json", lambda: refuse(json_problems(arguments["json"])) if first else None
+    )
     transport = exchange.ring()
     threshold = int(os.environ["HOROVOD_FUSION_THRESHOLD"])
     if first:
-        fused = f"fused up to {size_text(threshold)}" if threshold else "not fused"
-        fault = f"; injecting {options.fault}" if options.fault else ""
-        say(
-            f"verify: {exchange.size} workers ({exchange.controller}), seed {options.seed}, "
-            f"tensors submitted together or as a group are {fused}{fault}\n{COLUMNS}"
-        )
-    results = _results(options, exchange, transport, CPU)
+        say(_header(arguments, exchange, threshold))
+    results = _results(cases, arguments, exchange, transport, CPU)
     gpu = find_own_gpu(exchange)
     if gpu.device is not None:
         if first:
             say(f"verify: now tensors on GPUs ({_way(exchange)})")
-        results += _results(options, exchange, transport, gpu.device)
+        results += _results(cases, arguments, exchange, transport, gpu.device)
     elif gpu.why and first:
         say(f"verify: tensors on GPUs are not verified: {gpu.why}")
     transport.close()
-    if first and options.json:
-        content = {
-            "workers": exchange.size,
-            "controller": exchange.controller,
-            "gpu": str(gpu.device.type) if gpu.device else None,
-            "gpu_not_verified": gpu.why or None,
-            "nccl": exchange.has_nccl,
-            "seed": options.seed,
-            "fault": options.fault,
-            "fusion_threshold_bytes": threshold,
-            "right": sum(result.ok for result in results),
-            "wrong": sum(not result.ok for result in results),
-            "cases": [as_json(result) for result in results],
-        }
-        write_json(Path(options.json), content)
+    if first and arguments["json"]:
+        write_json(
+            arguments["json"],
+            {
+                "workers": exchange.size,
+                "controller": exchange.controller,
+                "gpu": str(gpu.device.type) if gpu.device else None,
+                "gpu_not_verified": gpu.why or None,
+                "nccl": exchange.has_nccl,
+                "seed": arguments["seed"],
+                "fault": arguments["inject"],
+                "fusion_threshold_bytes": threshold,
+                "right": sum(result.ok for result in results),
+                "wrong": sum(not result.ok for result in results),
+                "cases": [as_json(result) for result in results],
+            },
+        )
     return results
+
+
+def _header(arguments: Mapping[str, Any], exchange: HorovodExchange, threshold: int) -> str:
+    """Return what is printed before the rows of the table."""
+    fused = f"fused up to {size_text(threshold)}" if threshold else "not fused"
+    fault = f"; injecting {arguments['inject']}" if arguments["inject"] else ""
+    return (
+        f"verify: {exchange.size} workers ({exchange.controller}), seed {arguments['seed']}, "
+        f"tensors submitted together or as a group are {fused}{fault}\n{COLUMNS}"
+    )
 
 
 def _way(exchange: HorovodExchange) -> str:
@@ -100,21 +113,24 @@ def _way(exchange: HorovodExchange) -> str:
 
 
 def _results(
-    options: VerifyOptions,
+    cases: Sequence[Case],
+    arguments: Mapping[str, Any],
     exchange: HorovodExchange,
     transport: Transport,
     device: torch.device,
 ) -> list[Result]:
     """Collective: return all outcomes; rank 0 prints each row of the table once it is complete."""
-    cases = plan_cases(options.operations, options.dtypes, options.sizes, exchange.size)
-    runner = Runner(exchange, device)
-    if options.fault:
-        runner = FaultyRunner(exchange, options.fault, transport, options.seed, device)
-
-    def repeatable(case: Case) -> bool:
-        return exchange.repeatable or case.submission == "alone"  # such a one is never fused
-
-    outcomes = run_cases(cases, runner, transport, options.seed, repeatable)
+    runner, seed = Runner(exchange, device), arguments["seed"]
+    if arguments["inject"]:
+        runner = FaultyRunner(exchange, arguments["inject"], transport, seed, device)
+    outcomes = run_cases(
+        cases,
+        runner,
+        transport,
+        seed,
+        # A tensor that is submitted alone is never fused.
+        lambda case: exchange.repeatable or case.submission == "alone",
+    )
     results = []
     for _, row in itertools.groupby(outcomes, lambda r: (r.case.operation.name, r.case.dtype)):
         results += (of_row := list(row))
@@ -123,16 +139,15 @@ def _results(
     return results
 
 
-def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Result]) -> None:
+def _judge(fault: str | None, exchange: HorovodExchange, results: list[Result]) -> None:
     """Report success, or raise; the outcome is the same on every rank."""
-    cases = counted(len(results), "case")
-    total = f"{cases} on {exchange.size} workers ({exchange.controller})"
+    total = f"{counted(len(results), 'case')} on {exchange.size} workers ({exchange.controller})"
     if on_gpus := sum(result.device != CPU.type for result in results):
         total += f", {on_gpus:,} of them on GPUs ({_way(exchange)})"
     wrong = [result for result in results if not result.ok and not result.spoiled]
     if wrong:  # a fault of the installation itself
         raise VerifyMismatch(explain(wrong[0], len(wrong) - 1))
-    if options.fault is None:
+    if fault is None:
         if exchange.rank == 0:
             say(f"verify: {total}: all right")
         return
@@ -140,11 +155,9 @@ def _judge(options: VerifyOptions, exchange: HorovodExchange, results: list[Resu
     detected = [result for result in spoiled if not result.ok]
     if not spoiled:
         raise HvdtrainError(
-            f"verify: {options.fault} was not injected: it changes nothing in any of these {total}"
+            f"verify: {fault} was not injected: it changes nothing in any of these {total}"
         )
-    summary = (
-        f"{options.fault} was injected in {len(spoiled)} of {total}, and found in {len(detected)}"
-    )
+    summary = f"{fault} was injected in {len(spoiled)} of {total}, and found in {len(detected)}"
     if not detected:
         raise HvdtrainError(f"verify: {summary}: each time it stayed within the rounding bound")
     raise VerifyMismatch(f"{explain(detected[0], 0)}\n  {summary}")
@@ -156,13 +169,13 @@ def table_row(row: Sequence[Result]) -> str:
     alone = [result for result in row if result.case.submission == "alone"]
     sizes = sorted(result.case.bytes for result in alone)
     largest = max(alone, key=lambda result: result.case.bytes)
-    worst = max(result.worst for result in row)
     bit_equal = [result.bit_equal for result in row]
     repeatable = sum(result.repeatable for result in row)
     right = sum(result.ok for result in row)
     return (
         f"{first.operation.name:<22}{first.dtype:<9}"
-        f"{size_text(sizes[0]) + ' - ' + size_text(sizes[-1]):<16}{len(row):>5}  {worst:>11.3g}  "
+        f"{size_text(sizes[0]) + ' - ' + size_text(sizes[-1]):<16}{len(row):>5}  "
+        f"{max(result.worst for result in row):>11.3g}  "
         f"{'-' if None in bit_equal else 'yes' if all(bit_equal) else 'NO':<10}"
         f"{'yes' if repeatable == len(row) else f'{repeatable} of {len(row)}':<11}"
         f"{largest.bus_bandwidth / 1e6:>6,.0f} MB/s  "
@@ -184,11 +197,9 @@ def explain(result: Result, others: int) -> str:
     `others`: number of further cases that are wrong.
     """
     on_gpu = "" if result.device == CPU.type else f", on {result.device}"
+    rest = f"\n  wrong cases besides this one: {others}; see the table, or --json" if others else ""
     lines = [f"verify: wrong result: {result.case}{on_gpu}", *_places(result)]
-    lines.append(f"  {_kind_of_fault(result)}")
-    if others:
-        lines.append(f"  wrong cases besides this one: {others}; see the table, or --json")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  {_kind_of_fault(result)}{rest}"])
 
 
 def _places(result: Result) -> list[str]:
@@ -214,12 +225,12 @@ def _kind_of_fault(result: Result) -> str:
     if not result.wrong and result.bit_equal is not False:
         return "the order of summation is not the same in every run, though it should be"
     if result.bit_equal:
-        carried = result.case.operation.reduction == "none"
-        suspect = "what was sent" if carried else "the reduction"
+        reduces = result.case.operation.reduction != "none"
+        suspect = "the reduction" if reduces else "what was sent"
         return f"all {size} ranks agree on the wrong value: suspect {suspect}"
     if result.bit_equal is None:
-        several = f"the share of {name_ranks(result.wrong)}"
-        whose = "every rank's share" if len(result.wrong) == size else several
+        all_wrong = len(result.wrong) == size
+        whose = "every rank's share" if all_wrong else f"the share of {name_ranks(result.wrong)}"
         return f"{whose} is wrong (each holds its own): suspect the reduction or its delivery"
     odd = differing_ranks(result)
     if len(odd) == size:
@@ -237,10 +248,12 @@ def differing_ranks(result: Result) -> list[int]:
     if 0 < len(result.wrong) < len(result.by_rank):
         return result.wrong
     groups = Counter(tuple(report.digests) for report in result.by_rank).most_common(2)
-    ranks = range(len(result.by_rank))
-    if len(groups) == 2 and groups[0][1] == groups[1][1]:
-        return list(ranks)
-    return [rank for rank in ranks if tuple(result.by_rank[rank].digests) != groups[0][0]]
+    is_tie = len(groups) == 2 and groups[0][1] == groups[1][1]
+    return [
+        rank
+        for rank, report in enumerate(result.by_rank)
+        if is_tie or tuple(report.digests) != groups[0][0]
+    ]
 
 
 def as_json(result: Result) -> dict[str, Any]:

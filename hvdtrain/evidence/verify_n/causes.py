@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.options import dump_yaml
-from hvdtrain.evidence.children import CommandProcess
-from hvdtrain.evidence.trials import POLL_S
+from hvdtrain.evidence.children import CommandProcess, read_json, wait_while
+from hvdtrain.evidence.verify_n.parting import Parting
 from hvdtrain.interpreter import module_argv
 
 LIMIT_S = 600.0
@@ -36,101 +35,78 @@ class Cause:
     modules: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The causes found; without any, a note that says why."""
-
-    causes: list[Cause]
-    note: str | None
-
-
-@dataclass(frozen=True)
-class Question:
-    """The step to look into, at which `workers` workers part from the reference."""
-
-    config: TrainConfig
-    step: int  # counted from 1
-    before: Path | None  # the checkpoint before it; None: the start of the run
-    workers: int
-    exact: bool  # virtual workers: dropout and batch norm cannot be the cause
-
-    def configuration(self) -> TrainConfig:
-        """Return the configuration of the experiments."""
-        config = self.config
-        return replace(
-            config,
-            model=replace(config.model, dtype="float64"),
-            data=replace(config.data, workers=0),
-            precision=replace(config.precision, amp="none", compression="none"),
-            run=replace(config.run, resume=None),
-        )
-
-    def request(self) -> dict[str, Any]:
-        """Return what else the child processes receive."""
-        return {
-            "step": self.step,
-            "before": str(self.before) if self.before else None,
-            "shares": max(self.workers, 2),
-            "exact": self.exact,
-        }
+# What two processes with the same seed must have alike, and the cause if they have not.
+ALIKE = {
+    "data": Cause(
+        "data",
+        "random numbers in the data: two processes read different values for the same samples of "
+        "the same epoch",
+        "draw them from a generator that is seeded by the run's seed, the epoch and the sample's "
+        "number, never by the process or the time",
+    ),
+    "parameters": Cause(
+        "initial parameters",
+        "the initial parameters: two processes with the same seed build different ones",
+        "draw them from torch's global generator, which is seeded before the model exists",
+    ),
+}
 
 
-def likely_causes(question: Question, scratch: Path) -> Findings:
-    """Return the causes that experiments in child processes show."""
-    config = scratch / "causes.yaml"
-    config.write_text(dump_yaml(question.configuration()), "utf-8")
-    request = question.request() | {"config_file": str(config)}
-    reports = []
+def likely_causes(
+    config: TrainConfig, parting: Parting, workers: int, exact: bool, scratch: Path
+) -> tuple[list[Cause], str | None]:
+    """Return the causes that experiments in child processes show; without any, a note on why.
+
+    `parting`: where the run on `workers` workers parts from the reference. `exact`: with virtual
+    workers, so that dropout and batch norm cannot be the cause.
+    """
+    config_file = scratch / "causes.yaml"
+    config_file.write_text(dump_yaml(_in_one_process(config)), "utf-8")
+    request = {
+        "config_file": str(config_file),
+        "step": parting.last_equal + 1,
+        "before": str(parting.before) if parting.before else None,
+        "shares": max(workers, 2),
+        "exact": exact,
+    }
     children = [
         _start(request | {"only_digests": second}, scratch / f"causes-{int(second)}")
         for second in (False, True)
     ]
-    deadline = time.monotonic() + LIMIT_S
+    wait_while(lambda: any(child.exit_code() is None for child, _ in children), LIMIT_S)
     for child, folder in children:
-        while child.exit_code() is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
         failed = child.exit_code() != 0
         child.end()
         if failed:
             lines = (folder / "log").read_text("utf-8", errors="replace").splitlines()
-            shown = "\n".join(lines[-LINES_SHOWN:])
-            return Findings([], f"{NOTHING}: the experiments failed:\n{shown}")
-        reports.append(json.loads((folder / "report.json").read_text("utf-8")))
-    causes = causes_of_processes(reports[0]["digests"], reports[1]["digests"])
+            return [], "\n".join([f"{NOTHING}: the experiments failed:", *lines[-LINES_SHOWN:]])
+    report, other = (read_json(folder / "report.json") for _, folder in children)
+    causes = causes_of_processes(report["digests"], other["digests"])
     if not causes:  # otherwise gradients of other data or parameters were compared
         causes = [
-            Cause(**{**cause, "modules": tuple(cause["modules"])}) for cause in reports[0]["causes"]
+            Cause(**{**cause, "modules": tuple(cause["modules"])}) for cause in report["causes"]
         ]
-    return Findings(causes, None if causes else NOTHING)
+    return causes, None if causes else NOTHING
+
+
+def _in_one_process(config: TrainConfig) -> TrainConfig:
+    """Return the configuration of the experiments."""
+    return replace(
+        config,
+        model=replace(config.model, dtype="float64"),
+        data=replace(config.data, workers=0),
+        precision=replace(config.precision, amp="none", compression="none"),
+        run=replace(config.run, resume=None),
+    )
 
 
 def _start(request: dict[str, Any], folder: Path) -> tuple[CommandProcess, Path]:
     folder.mkdir()
-    file = folder / "request.json"
-    file.write_text(json.dumps(request), "utf-8")
-    argv = [*module_argv("hvdtrain.evidence.verify_n.experiments"), str(file)]
+    (folder / "request.json").write_text(json.dumps(request), "utf-8")
+    argv = [*module_argv("hvdtrain.evidence.verify_n.experiments"), str(folder)]
     return CommandProcess(argv, folder / "log", os.environ), folder
 
 
 def causes_of_processes(one: Mapping[str, str], other: Mapping[str, str]) -> list[Cause]:
-    """Return what two processes with the same seed do not have alike."""
-    causes = []
-    if one["data"] != other["data"]:
-        causes.append(
-            Cause(
-                "data",
-                "random numbers in the data: two processes read different values for the same "
-                "samples of the same epoch",
-                "draw them from a generator that is seeded by the run's seed, the epoch and the "
-                "sample's number, never by the process or the time",
-            )
-        )
-    if one["parameters"] != other["parameters"]:
-        causes.append(
-            Cause(
-                "initial parameters",
-                "the initial parameters: two processes with the same seed build different ones",
-                "draw them from torch's global generator, which is seeded before the model exists",
-            )
-        )
-    return causes
+    """Return what two processes with the same seed do not have alike, by their digests."""
+    return [cause for name, cause in ALIKE.items() if one[name] != other[name]]

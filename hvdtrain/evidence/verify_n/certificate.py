@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_MISMATCH, EXIT_OK, TrainingError, UsageError
 from hvdtrain.evidence.trials import Training, Trial, scratch_folder
-from hvdtrain.evidence.verify_n.causes import Findings, Question, likely_causes
+from hvdtrain.evidence.verify_n.causes import Cause, likely_causes
 from hvdtrain.evidence.verify_n.parting import (
     AGREEMENT,
     PARTS,
@@ -20,6 +20,8 @@ from hvdtrain.evidence.verify_n.parting import (
     Pair,
     Parting,
     checkpoint_options,
+    gap_above,
+    largest_gap,
     newest,
     read_saved,
 )
@@ -36,16 +38,6 @@ UNSPLIT_DIFFERENCE = 0.3
 UNSPLIT_ROUNDING = 1e-5
 # What the runs need to be comparable to rounding errors of float64.
 IN_FLOAT64 = ("--dtype=float64", "--amp=none", "--compression=none")
-
-
-@dataclass(frozen=True)
-class VerifyNOptions:
-    """The checked options of the command."""
-
-    training: Training
-    config: TrainConfig | None  # what the flags of `train` mean; None: a script
-    counts: tuple[int, ...]  # of workers, ascending; the first is the reference
-    json: str | None
 
 
 @dataclass(frozen=True)
@@ -73,12 +65,12 @@ class Explanation:
 
     workers: tuple[int, int]  # of the reference, and of the other
     parting: Parting
-    findings: Findings
+    causes: Sequence[Cause]
+    note: str | None  # why none were found
 
     def lines(self) -> list[str]:
         """Return the lines that are printed."""
-        one, other = self.workers
-        parting = self.parting
+        (one, other), parting = self.workers, self.parting
         lines = [
             f"first difference: step {parting.step}, {parting.gap.described()} "
             f"on N={one} and N={other} (relative difference {parting.gap.relative:.1e})"
@@ -88,9 +80,12 @@ class Explanation:
                 f"Equal after step {parting.last_equal}; in between it did not repeat when both "
                 "runs were made again"
             )
-        for cause in self.findings.causes:
-            lines += [f"likely cause: {cause.text}", f"what to do: {cause.advice}"]
-        return [*lines, self.findings.note] if self.findings.note else lines
+        lines += [
+            line
+            for cause in self.causes
+            for line in (f"likely cause: {cause.text}", f"what to do: {cause.advice}")
+        ]
+        return [*lines, self.note] if self.note else lines
 
 
 @dataclass(frozen=True)
@@ -115,8 +110,8 @@ class Unsplit:
 
     def line(self) -> str:
         """Return the line that is printed."""
-        text = f"one unsplit batch: loss {self.whole_loss:.6g}, in {self.shares} shares "
-        text += f"{self.loss:.6g}"
+        whole, split = f"{self.whole_loss:.6g}", f"{self.loss:.6g}"
+        text = f"one unsplit batch: loss {whole}, in {self.shares} shares {split}"
         noise = ", as dropout or batch norm makes it" if self.relative > UNSPLIT_ROUNDING else ""
         if self.same:
             return text + noise
@@ -129,70 +124,69 @@ class Unsplit:
 
 def unfit_for_every_n(config: TrainConfig, counts: tuple[int, ...]) -> list[str]:
     """Return the problems of a configuration that is another experiment for each N."""
-    problems = []
-    if config.batch.batch_size is not None:
-        problems.append(
-            f"--batch-size={config.batch.batch_size}: is per worker, so each N is another "
-            "experiment; give --global-batch-size"
-        )
-    if config.batch.rank_weights not in (None, "auto"):
-        problems.append(
-            f"--rank-weights={config.batch.rank_weights}: holds for one N only; leave it out"
-        )
-    virtual = config.batch.virtual_workers
-    problems += [
-        f"-np: {counted(workers, 'worker')} for --virtual-workers={virtual}: give at most {virtual}"
-        for workers in counts
-        if virtual is not None and workers > virtual
-    ]
-    return problems
+    batch, virtual = config.batch, config.batch.virtual_workers
+    problems = {
+        f"--batch-size={batch.batch_size}: is per worker, so each N is another experiment; give "
+        "--global-batch-size": batch.batch_size is not None,
+        f"--rank-weights={batch.rank_weights}: holds for one N only; leave it out": (
+            batch.rank_weights not in (None, "auto")
+        ),
+    }
+    for workers in counts:
+        text = f"-np: {counted(workers, 'worker')} for --virtual-workers={virtual}: give at most"
+        problems[f"{text} {virtual}"] = virtual is not None and workers > virtual
+    return [problem for problem, applies in problems.items() if applies]
 
 
-def verify_n(options: VerifyNOptions) -> int:
+def verify_n(
+    training: Training, config: TrainConfig | None, counts: tuple[int, ...], json: str | None
+) -> int:
     """Run the verification; return the exit code (17: what is learned depends on N).
 
-    Raises UsageError if the configuration is refused for some N, TrainingError if training fails.
+    `config`: what the flags of `train` mean; None: a script. `counts`: of workers, ascending; the
+    first is the reference. Raises UsageError if the configuration is refused for some N,
+    TrainingError if training fails.
     """
-    config, exact = options.config, False
+    exact, of_run = False, f"{_listed(counts)}, {training.controller}"
     if config is not None:
         exact = config.batch.virtual_workers is not None
-        words = [*options.training.words, *(() if exact else IN_FLOAT64)]
-        options = replace(options, training=replace(options.training, words=words))
-        say(_how(config, options, exact))
-    shares = 1
+        training = replace(training, words=[*training.words, *(() if exact else IN_FLOAT64)])
+        say(_how(of_run, config, exact))
     with scratch_folder("verify-n") as scratch:
         results: list[TrialResult] = []
-        for workers in options.counts:
-            run = _run_to_end(options, workers, scratch)
+        for workers in counts:
+            run = _run_to_end(training, config, workers, scratch)
             if config is None and not results:  # only now it is known what the script demands
                 exact = run.summary()["virtual_workers"] is not None
-                say(_how_of_script(options, exact))
+                say(_how(of_run, config, exact))
             shares = int(run.summary()["virtual_workers"] or 1)
             results.append(_compare(run, workers, results[:1], exact))
             say(results[-1].line())
-            if len(results) > 1 and (
-                results[-1].same or not all(result.same for result in results[:-1])
-            ):
+            if len(results) > 1 and (results[-1].same or not all(r.same for r in results[:-1])):
                 shutil.rmtree(run.path)  # of those that differ, only the first is looked into
         apart = next((result for result in results if not result.same), None)
-        explained = _explain(options, exact, apart, scratch) if apart else None
-        unsplit = None
-        if exact and not apart and shares > 1:
-            unsplit = _compare_unsplit(options, shares, scratch)
+        explained = unsplit = None
+        if apart:
+            pair = Pair(training, (counts[0], apart.workers), scratch, 0.0 if exact else AGREEMENT)
+            explained = _explain(pair, config, apart.gap or Gap())
+        elif exact and shares > 1:
+            unsplit = _compare_unsplit(training, shares, scratch)
             say(unsplit.line())
     is_wrong = unsplit is not None and not unsplit.same
     say(_verdict(results, exact, explained, is_wrong))
-    content = _as_json(results, exact, explained)
-    write_json(options.json, content | {"unsplit": asdict(unsplit) if unsplit else None})
+    write_json(
+        json,
+        _as_json(results, exact, explained) | {"unsplit": asdict(unsplit) if unsplit else None},
+    )
     return EXIT_MISMATCH if explained or is_wrong else EXIT_OK
 
 
-def _compare_unsplit(options: VerifyNOptions, shares: int, scratch: Path) -> Unsplit:
+def _compare_unsplit(training: Training, shares: int, scratch: Path) -> Unsplit:
     """Return the losses of the first step on one worker, with one virtual worker and with all."""
     losses = []
     for virtual in (1, shares):
         trial = Trial(
-            options.training,
+            training,
             1,
             scratch,
             f"unsplit-{virtual}",
@@ -200,39 +194,32 @@ def _compare_unsplit(options: VerifyNOptions, shares: int, scratch: Path) -> Uns
             grad_accum_steps=1,
             max_steps=1,
         )
-        trial.wait_for_success()
-        losses.append(float(trial.summary()["train_loss"]))
+        losses.append(float(trial.wait_for_success()["train_loss"]))
     return Unsplit(shares, *losses)
 
 
-def _how_of_script(options: VerifyNOptions, exact: bool) -> str:
-    demand = "every N must end with the same bits"
-    if not exact:
-        demand = f"every N must agree to {AGREEMENT:g}, which takes a model in float64"
-    return f"verify-n: one run for each N of {_listed(options.counts)}, {_of(options)}; {demand}"
-
-
-def _of(options: VerifyNOptions) -> str:
-    return options.training.controller
-
-
-def _how(config: TrainConfig, options: VerifyNOptions, exact: bool) -> str:
-    text = f"verify-n: one run for each N of {_listed(options.counts)}, {_of(options)}"
+def _how(of_run: str, config: TrainConfig | None, exact: bool) -> str:
+    """Return what is run, and how far runs must agree; `of_run`: every N, and the controller."""
+    text = f"verify-n: one run for each N of {of_run}; "
     if exact:
-        return f"{text}; every N must end with the same bits"
-    text += "; in float64, as float32 rounds differently for each N"
+        return f"{text}every N must end with the same bits"
+    if config is None:
+        return f"{text}every N must agree to {AGREEMENT:g}, which takes a model in float64"
+    text += "in float64, as float32 rounds differently for each N"
     precision = config.precision
-    flags = (("amp", precision.amp), ("compression", precision.compression))
-    left_out = [f"--{name} {value}" for name, value in flags if value != "none"]
+    flags = {"--amp": precision.amp, "--compression": precision.compression}
+    left_out = [f"{flag} {value}" for flag, value in flags.items() if value != "none"]
     return f"{text}, and without {' and '.join(left_out)}" if left_out else text
 
 
-def _run_to_end(options: VerifyNOptions, workers: int, scratch: Path) -> Trial:
+def _run_to_end(
+    training: Training, config: TrainConfig | None, workers: int, scratch: Path
+) -> Trial:
     """Return the finished run on N workers. Raises UsageError and TrainingError."""
     # Without --max-steps checkpoints are those of the evaluations.
-    steps = options.config.schedule.max_steps if options.config else None
-    kept = checkpoint_options(math.ceil(steps / PARTS) if steps else 0)
-    trial = Trial(options.training, workers, scratch, str(workers), **kept)
+    steps = config.schedule.max_steps if config else None
+    interval = math.ceil(steps / PARTS) if steps else 0
+    trial = Trial(training, workers, scratch, str(workers), **checkpoint_options(interval))
     trial.wait()
     if refused := trial.refusal():
         raise UsageError(f"on {counted(workers, 'worker')}: {refused}")
@@ -249,24 +236,24 @@ def _compare(run: Trial, workers: int, first: list[TrialResult], exact: bool) ->
     if not first:
         return TrialResult(workers, digest, None, same=True)
     one, other = map(read_saved, map(newest, (run.path.parent / str(first[0].workers), run.path)))
-    above = one.gap_above(AGREEMENT, other)
-    same = digest == first[0].params_sha256 if exact else above is None
-    return TrialResult(workers, digest, above or one.largest_gap(other), same)
+    gap = gap_above(AGREEMENT, one, other)
+    same = digest == first[0].params_sha256 if exact else gap is None
+    gaps = [gap] if gap else [largest_gap(one[kind], other[kind]) for kind in one]
+    return TrialResult(workers, digest, max(gaps, key=lambda gap: gap.relative), same)
 
 
-def _explain(
-    options: VerifyNOptions, exact: bool, apart: TrialResult, scratch: Path
-) -> Explanation:
-    """Return where the run that differs parts from the reference, and why."""
-    workers = (options.counts[0], apart.workers)
-    say(f"N={workers[1]} differs from N={workers[0]}: looking for the first step, and the cause")
-    runs = (scratch / str(workers[0]), scratch / str(workers[1]))
-    pair = Pair(options.training, workers, runs, limit=0.0 if exact else AGREEMENT)
-    parting = pair.first_difference(apart.gap or Gap())
-    if options.config is None:
-        return Explanation(workers, parting, Findings([], IN_A_SCRIPT))
-    question = Question(options.config, parting.last_equal + 1, parting.before, workers[1], exact)
-    return Explanation(workers, parting, likely_causes(question, scratch))
+def _explain(pair: Pair, config: TrainConfig | None, at_end: Gap) -> Explanation:
+    """Return where the run that differs parts from the reference, and why.
+
+    `at_end`: the difference of the final tensors.
+    """
+    one, other = pair.workers
+    say(f"N={other} differs from N={one}: looking for the first step, and the cause")
+    parting = pair.first_difference(at_end)
+    if config is None:
+        return Explanation(pair.workers, parting, [], IN_A_SCRIPT)
+    causes, note = likely_causes(config, parting, other, pair.limit == 0.0, pair.scratch)
+    return Explanation(pair.workers, parting, causes, note)
 
 
 def _verdict(
@@ -296,7 +283,9 @@ def _as_json(
     if explained is not None:
         parting = asdict(explained.parting)
         del parting["before"]  # a path in the scratch folder
-        content["difference"] = {"workers": explained.workers, **parting}
-        content["causes"] = [asdict(cause) for cause in explained.findings.causes]
-        content["note"] = explained.findings.note
+        content |= {
+            "difference": {"workers": explained.workers, **parting},
+            "causes": [asdict(cause) for cause in explained.causes],
+            "note": explained.note,
+        }
     return content

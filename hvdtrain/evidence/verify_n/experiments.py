@@ -19,13 +19,15 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from hvdtrain.config.options import build_config
+from hvdtrain.evidence.children import read_json
 from hvdtrain.evidence.verify_n.causes import Cause
 from hvdtrain.evidence.verify_n.parting import AGREEMENT, largest_gap
 from hvdtrain.evidence.verify_n.passes import OUTSIDE, ModuleCall, Subject, digest, switched_off
-from hvdtrain.exchange import SingleProcess, params_sha256
+from hvdtrain.exchange import SingleProcess
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import find_source
+from hvdtrain.tensors import params_sha256
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import load_state
 
@@ -37,8 +39,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     """Return the report of the experiments, or only the digests of data and parameters."""
     # Gradients of shares are compared: shares of virtual workers would hide what is looked for, and
     # compiled code has no calls of modules.
-    changes = {"virtual_workers": None, "compile": False}
-    config = build_config({"config": request["config_file"]} | changes)
+    config = build_config(
+        {"config": request["config_file"], "virtual_workers": None, "compile": False}
+    )
     exchange, topology = SingleProcess(), Topology()
     source = find_source(config, exchange, topology.local_rank)
     batch_size = config.batch.resolve(workers=1)
@@ -47,8 +50,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     if request["before"]:
         job.model.load_state_dict(load_state(Path(request["before"]))["model"])
     epoch, batch = divmod(request["step"] - 1, job.sampler.steps_per_epoch)
-    cursor = epoch * job.sampler.samples + batch * batch_size
-    indices = next(job.sampler.global_batches(cursor))
+    indices = next(job.sampler.global_batches(epoch * job.sampler.samples + batch * batch_size))
     part = split_evenly(len(indices), job.feed.micro_batches)[0]
     subject = Subject(job, indices[part], epoch, request["shares"])
     causes = [] if request["only_digests"] else find_causes(subject, request["exact"])
@@ -86,7 +88,7 @@ def find_causes(subject: Subject, exact: bool = False) -> list[Cause]:
 
 def _unrepeatable(subject: Subject, limit: float) -> Cause | None:
     """Return the cause if the same pass, seeded alike, gives two gradients."""
-    gradients = [subject.gradient([subject.whole], SEED) for _ in range(2)]
+    gradients = (subject.gradient([subject.whole], SEED) for _ in range(2))
     difference = largest_gap(*gradients).relative
     if difference <= limit:
         return None
@@ -104,19 +106,18 @@ def _unrepeatable(subject: Subject, limit: float) -> Cause | None:
 
 
 def _differ(one: ModuleCall, other: ModuleCall) -> bool:
-    pairs = itertools.zip_longest(one.returned, other.returned)
-    return any(a is None or b is None or not torch.equal(a, b) for a, b in pairs)
+    return any(
+        a is None or b is None or not torch.equal(a, b)
+        for a, b in itertools.zip_longest(one.returned, other.returned)
+    )
 
 
 def _causes_of_shares(subject: Subject, suspects: dict[str, list[str]]) -> list[Cause]:
     """Return what makes the gradient of the whole batch differ from the sum over shares."""
-    difference = _difference(subject)
-    if difference <= AGREEMENT:
+    if _difference(subject) <= AGREEMENT:
         return []
-    everything = subject.modules(itertools.chain(*suspects.values()))
-    with switched_off(everything):
-        left = _difference(subject)
-        if left > AGREEMENT:
+    with switched_off(subject.modules(itertools.chain(*suspects.values()))):
+        if (left := _difference(subject)) > AGREEMENT:
             return _further_causes(subject)
     causes = []
     for kind, names in suspects.items():
@@ -145,10 +146,9 @@ def _switched_cause(kind: str, subject: Subject, names: list[str], gone: str) ->
             "--sync-bn, or --virtual-workers V",
             tuple(names),
         )
-    modules = subject.modules(names)
     dropout = all(
         isinstance(module, _DropoutNd) or isinstance(getattr(module, "dropout", None), float)
-        for module in modules
+        for module in subject.modules(names)
     )
     return Cause(
         "dropout" if dropout else "random forward",
@@ -164,8 +164,7 @@ def _switched_cause(kind: str, subject: Subject, names: list[str], gone: str) ->
 def _further_causes(subject: Subject) -> list[Cause]:
     """Return causes other than dropout and batch norm, which are switched off."""
     seeded = [subject.gradient([subject.whole], seed) for seed in (SEED, OTHER_SEED)]
-    random = largest_gap(*seeded).relative
-    if random > AGREEMENT:
+    if (random := largest_gap(*seeded).relative) > AGREEMENT:
         names = subject.drawing()
         return [
             Cause(
@@ -177,21 +176,17 @@ def _further_causes(subject: Subject) -> list[Cause]:
                 tuple(name for name in names if name != OUTSIDE),
             )
         ]
-    if cause := _mixing(subject):
-        return [cause]
-    cause = _loss_cause(subject)
+    cause = _mixing(subject) or _loss_cause(subject)
     return [cause] if cause else []
 
 
 def _mixing(subject: Subject) -> Cause | None:
     """Return the cause if a module computes something else for a sample in another batch."""
-    whole = subject.calls(subject.whole, SEED)
-    parts = [subject.calls(part, SEED) for part in subject.parts]
-    for calls in zip(whole, *parts, strict=False):
+    passes = [subject.calls(part, SEED) for part in (subject.whole, *subject.parts)]
+    for calls in zip(*passes, strict=False):
         if len({call.module for call in calls}) > 1:
             return None
-        difference = _apart([call.returned for call in calls])
-        if difference <= AGREEMENT:
+        if (difference := _apart([call.returned for call in calls])) <= AGREEMENT:
             continue
         name = calls[0].module
         if _apart([call.taken for call in calls]) > AGREEMENT:
@@ -225,15 +220,17 @@ def _apart(tensors: Sequence[list[torch.Tensor]]) -> float:
 def _loss_cause(subject: Subject) -> Cause | None:
     """Return the cause if the loss of the batch is not the sum of the losses of its shares."""
     name = f"{type(subject.job.task).__name__}.loss"
-    whole = subject.sums(subject.whole, SEED)
-    parts = [subject.sums(part, SEED) for part in subject.parts]
+    whole, *parts = (subject.sums(part, SEED) for part in (subject.whole, *subject.parts))
     losses = [part.loss.item() for part in parts]
     total, summed = whole.loss.item(), sum(losses)
     weighted = sum(loss * part.samples for loss, part in zip(losses, subject.parts, strict=True))
     if whole.samples != sum(part.samples for part in parts):
         counts = " + ".join(str(part.samples) for part in parts)
-        text = f"{name} counts {whole.samples} samples in the whole batch, but {counts} in shares"
-        return Cause("count of samples", text, "return the number that the loss is a sum over")
+        return Cause(
+            "count of samples",
+            f"{name} counts {whole.samples} samples in the whole batch, but {counts} in shares",
+            "return the number that the loss is a sum over",
+        )
     if _close(total, summed):
         return None
     values = f"{total:.6g} for the whole batch, {summed:.6g} as the sum over its shares"
@@ -260,6 +257,6 @@ def _shown(names: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])
-    report = run(json.loads(file.read_text("utf-8")))
-    (file.parent / "report.json").write_text(json.dumps(report), "utf-8")
+    folder = Path(sys.argv[1])
+    report = run(read_json(folder / "request.json"))
+    (folder / "report.json").write_text(json.dumps(report), "utf-8")

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from hvdtrain.errors import TrainingError
-from hvdtrain.evidence.trials import POLL_S, Training, Trial
+from hvdtrain.evidence.children import wait_while
+from hvdtrain.evidence.trials import Training, Trial
+from hvdtrain.records.folders import CHECKPOINTS, CONFIG
+from hvdtrain.tensors import bytes_of
 from hvdtrain.train.checkpoint import MANIFEST_FILE, Checkpoints, load_state, name_of
 
 # In float64, of the largest magnitude of a tensor. Runs of hundreds of steps stay below it (see
@@ -30,6 +32,8 @@ PARTS = 8  # checkpoints between two bounds, and so the factor by which each pas
 KEEP_ALL = 1_000_000  # checkpoints, of a run that is ended at the upper bound
 
 Tensors = Mapping[str, torch.Tensor]
+# The tensors of a checkpoint by kind, as in `Gap`: trained parameters first, then all others.
+Saved = Mapping[str, Tensors]
 
 
 @dataclass(frozen=True)
@@ -85,41 +89,19 @@ def _number(value: torch.Tensor) -> float:
     return float(value.abs() if value.is_complex() else value)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The tensors of a checkpoint: trained parameters, and all others."""
+def gap_above(limit: float, one: Saved, other: Saved) -> Gap | None:
+    """Return the largest difference above `limit`, of a parameter if any exceeds it, or None.
 
-    parameters: Tensors
-    others: Tensors  # buffers, and the moving average of the weights
-
-    def largest_gap(self, other: Saved) -> Gap:
-        """Return the largest relative difference of any tensor."""
-        pairs = ((self.parameters, other.parameters), (self.others, other.others))
-        return max((largest_gap(*pair) for pair in pairs), key=lambda gap: gap.relative)
-
-    def gap_above(self, limit: float, other: Saved) -> Gap | None:
-        """Return the largest difference above `limit`, of a parameter if any exceeds it, or None.
-
-        With a limit of 0 the bits must be equal.
-        """
-        pairs = ((self.parameters, other.parameters), (self.others, other.others))
-        for kind, pair in zip(("parameter", "tensor"), pairs, strict=True):
-            worst = largest_gap(*pair)
-            if worst.relative > limit:
-                return replace(worst, kind=kind)
-            if limit == 0 and (name := _unequal_bits(*pair)):
-                return Gap(0.0, name, kind=kind)
-        return None
-
-
-def _unequal_bits(one: Tensors, other: Tensors) -> str | None:
-    """Return the name of a tensor whose bits differ although its values are equal (0 and -0)."""
-    for name, values in one.items():
-        pair = [
-            tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (values, other[name])
-        ]
-        if not torch.equal(*pair):
-            return name
+    With a limit of 0 the bits must be equal.
+    """
+    for kind in one:
+        worst = largest_gap(one[kind], other[kind])
+        if worst.relative > limit:
+            return replace(worst, kind=kind)
+        if limit == 0:  # where the values are equal: 0 and -0 differ
+            for name in one[kind]:
+                if bytes_of(one[kind][name]) != bytes_of(other[kind][name]):
+                    return Gap(0.0, name, kind=kind)
     return None
 
 
@@ -128,18 +110,20 @@ def read_saved(checkpoint: Path) -> Saved:
     state = load_state(checkpoint)
     names, model = set(state["parameters"]), state["model"]
     others = {name: values for name, values in model.items() if name not in names}
-    for name, values in (state["update"]["average"] or {}).items():
-        if isinstance(values, torch.Tensor):
-            others[f"the moving average of {name.removeprefix('module.')}"] = values
-    return Saved({name: model[name] for name in state["parameters"] if name in model}, others)
+    others |= {
+        f"the moving average of {name.removeprefix('module.')}": values
+        for name, values in (state["update"]["average"] or {}).items()
+        if isinstance(values, torch.Tensor)
+    }
+    parameters = {name: model[name] for name in state["parameters"] if name in model}
+    return {"parameter": parameters, "tensor": others}
 
 
 def newest(run: Path) -> Path:
     """Return the newest checkpoint of a run. Raises TrainingError if it has none."""
-    checkpoints = Checkpoints(run / "checkpoints", keep=1).complete()
-    if not checkpoints:
-        raise TrainingError(f"{run} has no checkpoint")
-    return checkpoints[0]
+    if checkpoints := _checkpoints(run):
+        return checkpoints[0]
+    raise TrainingError(f"{run} has no checkpoint")
 
 
 @dataclass(frozen=True)
@@ -170,7 +154,7 @@ class Pair:
 
     training: Training
     workers: tuple[int, int]  # of the reference, and of the other
-    runs: tuple[Path, Path]  # finished, and different at the end
+    scratch: Path  # of the finished runs, each named by its number of workers
     limit: float
 
     def first_difference(self, at_end: Gap) -> Parting:
@@ -178,49 +162,51 @@ class Pair:
 
         `at_end`: the difference of the final tensors.
         """
-        last_step, number = max(_steps(self.runs[1])), 0
-        parting = self._bounds(self.runs, None) or Parting(last_step, 0, at_end, None)
+        one, other = (self.scratch / str(workers) for workers in self.workers)
+        last_step, number = max(_steps(other)), 0
+        parting = self._bounds([one, other], None) or Parting(last_step, 0, at_end, None)
         while parting.step - parting.last_equal > 1:
             number += 1
-            folders = self._repeat(parting, number)
-            narrowed = self._bounds(folders, parting)
+            narrowed = self._bounds(self._repeat(parting, number), parting)
             if narrowed is None or not parting.contains(narrowed):
                 break  # run again, they part elsewhere: something is random
             parting = narrowed
         return parting
 
-    def _bounds(self, folders: tuple[Path, Path], parting: Parting | None) -> Parting | None:
+    def _bounds(self, folders: Sequence[Path], parting: Parting | None) -> Parting | None:
         """Return the first common checkpoint that differs; None if all are equal.
 
         `parting`: the bounds within which both runs were made.
         """
         last, before = (parting.last_equal, parting.before) if parting else (0, None)
         for step in sorted(set.intersection(*(_steps(folder) for folder in folders))):
-            paths = [folder / "checkpoints" / name_of(step) for folder in folders]
+            paths = [folder / CHECKPOINTS / name_of(step) for folder in folders]
             one, other = map(read_saved, paths)
-            if gap := one.gap_above(self.limit, other):
+            if gap := gap_above(self.limit, one, other):
                 return Parting(step, last, gap, before)
             last, before = step, paths[0]
         return None
 
-    def _repeat(self, parting: Parting, number: int) -> tuple[Path, Path]:
+    def _repeat(self, parting: Parting, number: int) -> list[Path]:
         """Run both again from the last equal checkpoint, one after the other, until they part."""
-        scratch = self.runs[0].parent
         interval = math.ceil((parting.step - parting.last_equal) / PARTS)
         made = []
-        for workers, run in zip(self.workers, self.runs, strict=True):
-            again = scratch / f"{run.name}-again-{number}"
-            start: dict[str, object] = {}
+        for workers in self.workers:
+            run, name = self.scratch / str(workers), f"{workers}-again-{number}"
+            options = checkpoint_options(interval, KEEP_ALL)
             if parting.before is not None:
-                begun = _beginning(run, parting.before.name, scratch)
-                start = {"resume": str(begun)}
-                again.mkdir()
-                shutil.copy(run / "config.yaml", again)
-            options = checkpoint_options(interval, KEEP_ALL) | start
-            trial = Trial(self.training, workers, scratch, again.name, **options)
+                # A checkpoint of this name of the run, or of one that repeated a part of it.
+                folders = (run, *sorted(self.scratch.glob(f"{workers}-again-*")))
+                checkpoints = (folder / CHECKPOINTS / parting.before.name for folder in folders)
+                options["resume"] = str(
+                    next(path for path in checkpoints if (path / MANIFEST_FILE).is_file())
+                )
+                (self.scratch / name).mkdir()
+                shutil.copy(run / CONFIG, self.scratch / name)
+            trial = Trial(self.training, workers, self.scratch, name, **options)
             _run_until(trial, parting.step)
-            made.append(again)
-        return made[0], made[1]
+            made.append(trial.path)
+        return made
 
 
 def checkpoint_options(interval: int, keep: int = PARTS + 2) -> dict[str, object]:
@@ -228,23 +214,18 @@ def checkpoint_options(interval: int, keep: int = PARTS + 2) -> dict[str, object
     return {"checkpoint_interval": interval, "keep_checkpoints": keep}
 
 
-def _beginning(run: Path, checkpoint: str, scratch: Path) -> Path:
-    """Return a checkpoint of this name of the run, or of one that repeated a part of it."""
-    folders: Iterable[Path] = (run, *sorted(scratch.glob(f"{run.name}-again-*")))
-    paths = [folder / "checkpoints" / checkpoint for folder in folders]
-    return next(path for path in paths if (path / MANIFEST_FILE).is_file())
-
-
 def _run_until(trial: Trial, step: int) -> None:
     """Wait for the checkpoint of `step`, then end the run. Raises TrainingError if it fails."""
-    awaited = trial.path / "checkpoints" / name_of(step) / MANIFEST_FILE
-    while trial.is_running() and not awaited.is_file():
-        time.sleep(POLL_S)
+    awaited = trial.path / CHECKPOINTS / name_of(step) / MANIFEST_FILE
+    wait_while(lambda: trial.is_running() and not awaited.is_file())
     if not awaited.is_file():
         trial.wait_for_success()
     trial.end()
 
 
+def _checkpoints(run: Path) -> list[Path]:
+    return Checkpoints(run / CHECKPOINTS, keep=1).complete()
+
+
 def _steps(run: Path) -> set[int]:
-    checkpoints = Checkpoints(run / "checkpoints", keep=1).complete()
-    return {int(path.name.partition("-")[2]) for path in checkpoints}
+    return {int(path.name.partition("-")[2]) for path in _checkpoints(run)}

@@ -4,11 +4,12 @@ Machines are noisy: absolute times are shown, but the ratios within a round are 
 compare; their median and spread are given. The command is hvdtrain/cli/bench.py.
 
 turns                      concurrent jobs, each of which computes while the others are stopped
-rounds                     contestants one after the other, and loops within one job
-jobs, ratios, cpu_time     commands and logged steps; ratios and tables; CPU time by thread
+rounds                     contestants one after the other; ratios, and tables of them
+jobs                       commands and logged steps
 scaling, contestants       workers of one host, beside DDP and the limit of the machine
 network                    the same over hosts with links of a chosen speed
-within_job, ring_speed     within one job: step, checkpoint, audit; ring
+within_job                 within one job: step, checkpoint, audit, ring
+loops, saving              what it compares: training loops, and processes that save
 start, ddp_script, stamp   the time from a command to its first step
 classic                    the textbook comparison of one worker with two
 """

@@ -21,7 +21,7 @@ from hvdtrain.data.builtin import FASHION_FOLDER, FILES
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.evidence.children import run_command
 from hvdtrain.files import write_json
-from hvdtrain.lab.bench import jobs, ratios, rounds
+from hvdtrain.lab.bench import jobs, rounds
 from hvdtrain.log import counted, say
 from hvdtrain.report import charts
 from hvdtrain.report.charts import Plot
@@ -95,9 +95,11 @@ def data_that_is_there(data_dir: Path) -> str:
 
 def train(plan: ClassicPlan, setting: ClassicCase, folder: Path) -> ClassicResult:
     """Run one setting under `hvdtrain launch`. Raises ChildFailure."""
-    flags = ["--model", plan.model, "--data", plan.data, "--data-dir", plan.data_dir]
-    flags += ["--global-batch-size", str(setting.global_batch_size), "--lr", str(setting.lr)]
-    flags += ["--momentum", "0", "--epochs", str(plan.epochs), "--device", "cpu"]
+    flags = (
+        *("--model", plan.model, "--data", plan.data, "--data-dir", plan.data_dir),
+        *("--global-batch-size", str(setting.global_batch_size), "--lr", str(setting.lr)),
+        *("--momentum", "0", "--epochs", str(plan.epochs), "--device", "cpu"),
+    )
     argv = jobs.launch_argv(setting.workers, plan.controller, jobs.train_argv(folder, flags))
     run_command(argv, os.environ, folder, plan.time_limit_s)
     records = map(json.loads, jobs.log_of(folder).read_text("utf-8").splitlines())
@@ -136,7 +138,7 @@ def table(plan: ClassicPlan, results: Results) -> str:
         "  ours: seconds, speed-up, validation accuracy; the others' were published for GPUs, on "
         "Fashion-MNIST: compare speed-ups, not seconds"
     )
-    return "\n".join([head, *ratios.columns(rows), foot])
+    return "\n".join([head, *rounds.columns(rows), foot])
 
 
 def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:
@@ -151,8 +153,11 @@ def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:
         }
         for setting, runs in results.items()
     ]
-    published = [{"name": name, "epoch_s": epoch_s} for name, epoch_s in PUBLISHED.items()]
-    return {**asdict(plan), "rows": rows, "published": published}
+    return {
+        **asdict(plan),
+        "rows": rows,
+        "published": [{"name": name, "epoch_s": epoch_s} for name, epoch_s in PUBLISHED.items()],
+    }
 
 
 def draw_classic(plan: ClassicPlan, results: Results) -> Plot:
@@ -177,5 +182,9 @@ def draw_classic(plan: ClassicPlan, results: Results) -> Plot:
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=colour) for colour, _ in zip(charts.PALETTE, series, strict=False)]
     charts.legend_below(figure, handles, [*series], fontsize=8)
-    caption = "Epoch time of one worker over that of each setting; the published ones on GPUs."
-    return Plot("classic", "Classic table", caption, figure)
+    return Plot(
+        name="classic",
+        title="Classic table",
+        caption="Epoch time of one worker over that of each setting; the published ones on GPUs.",
+        figure=figure,
+    )

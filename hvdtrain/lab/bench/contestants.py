@@ -6,14 +6,12 @@ metrics, no sums over ranks, no checks. They log the time of a step as often as 
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -24,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.config import RunConfig
 from hvdtrain.data import Shares
-from hvdtrain.evidence.children import POLL_S, Child, CommandProcess
-from hvdtrain.interpreter import module_argv
+from hvdtrain.evidence.children import Child, CommandProcess, wait_while
 from hvdtrain.lab.bench import jobs
 from hvdtrain.lab.bench.turns import PausableJob, TurnJob
 from hvdtrain.lab.systems.contract import (
@@ -38,12 +35,11 @@ from hvdtrain.lab.systems.contract import (
 )
 from hvdtrain.lab.systems.process import start_system
 from hvdtrain.lab.systems.work import GlobalBatch, Work, WorkSpec, trained
-from hvdtrain.launcher.processes import command_of
+from hvdtrain.launcher.processes import command_of, send_signal
 from hvdtrain.run.process import keep_freed_memory
 
 OURS, DDP, LIMIT = "hvdtrain", "DDP", "limit"
 CONTESTANTS = (OURS, DDP, LIMIT)
-LR, MOMENTUM = 0.01, 0.9
 SAMPLES = 1 << 22  # computed from a small pool, so that they need no memory each
 DATA = f"synthetic:1x28x28,samples={SAMPLES}"
 FINISH_S = 60.0
@@ -67,87 +63,77 @@ class ScalingCase:
         return f"{self.model}, N = {self.workers}, {self.global_batch_size} samples a step"
 
 
-@dataclass(frozen=True)
-class ScalingStarter:
-    """A starter of contestants."""
+def start(
+    case: ScalingCase,
+    name: str,
+    folder: Path,
+    *,
+    controller: str,
+    time_limit_s: float,
+    context: ForkServerContext,
+) -> PausableJob:
+    """Start a contestant of a case, in its new folder. Raises ChildFailure."""
+    deadline_s = time.monotonic() + time_limit_s
+    if name != OURS:
+        spec = spec_of(case, PEERS[name], folder, time_limit_s)
+        begin = partial(start_system, spec, PEERS[name], controller, context)
+        return PausableJob(peer_job(case, folder, begin), deadline_s)
+    argv, environment = jobs.on_workers(
+        jobs.train_argv(folder, train_flags(case)), case.workers, controller
+    )
+    folder.mkdir(mode=0o700)
+    environment = waiting(time_limit_s) | environment
+    begin_train = partial(CommandProcess, argv, folder / "process-0.log", environment)
+    return PausableJob(train_job(case, folder, begin_train), deadline_s)
 
-    controller: str
-    time_limit_s: float
-    context: ForkServerContext
 
-    def __call__(self, case: ScalingCase, folder: Path) -> dict[str, Callable[[], PausableJob]]:
-        """Return what starts each contestant of a case, and raises ChildFailure."""
-        return {name: partial(self._start, case, name, folder / name) for name in CONTESTANTS}
+def waiting(time_limit_s: float) -> dict[str, str]:
+    """Return Horovod's setting by which a worker that waits for its turn has not failed."""
+    return {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{math.ceil(time_limit_s)}"}
 
-    def _start(self, case: ScalingCase, name: str, folder: Path) -> PausableJob:
-        deadline_s = time.monotonic() + self.time_limit_s
-        if name == OURS:
-            return PausableJob(self._ours(case, folder), deadline_s)
-        return PausableJob(
-            self._peer(case, PlainDdp if name == DDP else Independent, folder), deadline_s
-        )
 
-    def _ours(self, case: ScalingCase, folder: Path) -> TurnJob:
-        """Return the job of `hvdtrain train`, with all that it does by default."""
-        argv, environment = jobs.on_workers(
-            jobs.train_argv(folder, train_flags(case)), case.workers, self.controller
-        )
-        # A worker that waits for its turn has not failed.
-        waiting = {"HOROVOD_GLOO_TIMEOUT_SECONDS": f"{math.ceil(self.time_limit_s)}"}
-        folder.mkdir(mode=0o700)
-        log = folder / "process-0.log"
-        return TurnJob(
-            folder=folder,
-            start=lambda children: children.append(
-                CommandProcess(argv, log, waiting | environment)
-            ),
-            progress=[jobs.log_of(folder)],
-            finish=stop_train,
-            logged=lambda: [jobs.logged_steps(folder)],
-            samples=case.global_batch_size,
-        )
+def train_job(case: ScalingCase, folder: Path, begin: Callable[[], Child]) -> TurnJob:
+    """Return the job of `hvdtrain train`, with all that it does by default."""
+    return TurnJob(
+        folder=folder,
+        start=lambda children: children.append(begin()),
+        progress=[jobs.log_of(folder)],
+        finish=stop_train,
+        logged=lambda: [jobs.logged_steps(folder)],
+        samples=case.global_batch_size,
+    )
 
-    def _peer(self, case: ScalingCase, strategy: type[BareLoop], folder: Path) -> TurnJob:
-        spec = spec_of(case, strategy, folder, self.time_limit_s)
-        logs = [step_log(folder, number) for number in range(case.workers)]
-        return TurnJob(
-            folder=folder,
-            start=lambda children: start_system(
-                spec, strategy, self.controller, self.context, children
-            ),
-            progress=logs,
-            finish=lambda children: None,
-            logged=lambda: [*map(jobs.read_steps, logs)],
-            samples=case.global_batch_size / case.workers,
-        )
+
+def peer_job(case: ScalingCase, folder: Path, begin: Callable[[list[Child]], None]) -> TurnJob:
+    """Return the job of a loop by hand, a process for each worker."""
+    logs = [step_log(folder, number) for number in range(case.workers)]
+    return TurnJob(
+        folder=folder,
+        start=begin,
+        progress=logs,
+        finish=lambda children: None,
+        logged=lambda: [*map(jobs.read_steps, logs)],
+        samples=case.global_batch_size / case.workers,
+    )
 
 
 def train_flags(case: ScalingCase) -> list[str]:
     """Return the flags of `hvdtrain train` for a case."""
-    flags = ["--model", case.model, "--data", DATA, "--device", "cpu"]
-    flags += ["--global-batch-size", str(case.global_batch_size), "--lr", str(LR)]
-    flags += ["--momentum", str(MOMENTUM), "--max-steps", str(case.steps)]
-    return [*flags, "--log-interval", str(case.log_interval)]
+    return [
+        *("--model", case.model, "--data", DATA, "--device", "cpu"),
+        *("--global-batch-size", str(case.global_batch_size), "--lr", str(WorkSpec.lr)),
+        *("--momentum", str(WorkSpec.momentum), "--max-steps", str(case.steps)),
+        *("--log-interval", str(case.log_interval)),
+    ]
 
 
 def spec_of(case: ScalingCase, strategy: type[BareLoop], folder: Path, time_limit_s: float) -> Spec:
     """Return the specification for the processes of a peer."""
-    work = WorkSpec(
-        model=case.model,
-        data=DATA,
-        data_dir="",
-        global_batch_size=case.global_batch_size,
-        steps=case.steps,
-        dtype="float32",
-        seed=0,
-        lr=LR,
-        momentum=MOMENTUM,
-    )
     return Spec(
         system=f"{strategy.__module__}:{strategy.__name__}",
         workers=case.workers,
         servers=0,
-        work=work,
+        work=WorkSpec(case.model, DATA, "", case.global_batch_size, case.steps),
         towers_reduction="",
         towers_dim=0,
         folder=str(folder),
@@ -157,25 +143,14 @@ def spec_of(case: ScalingCase, strategy: type[BareLoop], folder: Path, time_limi
     )
 
 
-def process_argv(spec: Spec) -> list[str]:
-    """Write a peer's specification to its folder; return the command of each of its processes."""
-    path = Path(spec.folder) / "spec.json"
-    path.write_text(json.dumps(asdict(spec)), "utf-8")
-    return [*module_argv("hvdtrain.lab.systems.process"), str(path)]
-
-
 def stop_train(children: Sequence[Child]) -> None:
     """Stop a run with SIGTERM to one worker, which notifies the others: all save and exit.
 
     Killed, Open MPI would leave files of its shared memory.
     """
     (child,) = children
-    workers = [pid for pid in child.processes() if is_train(pid)]
-    for pid in workers[:1]:
-        os.kill(pid, signal.SIGTERM)
-    until = time.monotonic() + FINISH_S
-    while child.exit_code() is None and time.monotonic() < until:
-        time.sleep(POLL_S)
+    send_signal(signal.SIGTERM, [*filter(is_train, child.processes())][:1])
+    wait_while(lambda: child.exit_code() is None, FINISH_S)
 
 
 def is_train(pid: int) -> bool:
@@ -241,3 +216,6 @@ class Independent(BareLoop):
         self._optimizer = work.tuned_optimizer()
         join_group(member)
         leave_group()
+
+
+PEERS: Mapping[str, type[BareLoop]] = {DDP: PlainDdp, LIMIT: Independent}

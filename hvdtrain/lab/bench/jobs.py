@@ -18,7 +18,7 @@ from hvdtrain.launcher.horovodrun import (
     in_own_session,
     settings_for,
 )
-from hvdtrain.records.directory import METRICS
+from hvdtrain.records.folders import METRICS
 
 HVDTRAIN = module_argv("hvdtrain.cli")
 EXPERIMENT = "run"
@@ -38,8 +38,8 @@ def train_argv(folder: Path, flags: Sequence[str]) -> list[str]:
 
 def launch_argv(workers: int, controller: str, train: Sequence[str]) -> list[str]:
     """Return the command of `hvdtrain launch` for what `train_argv` returns."""
-    argv = [*HVDTRAIN, "launch", "-np", str(workers), "--controller", controller]
-    return [*argv, "--", *train[len(HVDTRAIN) :]]
+    flags = ("-np", str(workers), "--controller", controller)
+    return [*HVDTRAIN, "launch", *flags, "--", *train[len(HVDTRAIN) :]]
 
 
 def on_workers(
@@ -53,8 +53,7 @@ def on_workers(
         return [*argv], dict(os.environ)
     # The watchdog has no effect on `train`.
     settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
-    hosts = (("localhost", workers),)
-    options = HorovodrunOptions(workers, controller, hosts, interface=None, start_timeout_s=60)
+    options = HorovodrunOptions(workers, controller, [("localhost", workers)])
     command = horovodrun_argv(options, in_own_session(argv))
     return command, horovodrun_environment(os.environ, settings, None)
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,18 +26,13 @@ from hvdtrain.data.builtin import read_spec
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
 from hvdtrain.evidence.children import ONE_THREAD, Child
 from hvdtrain.files import write_json
-from hvdtrain.lab.bench import contestants, jobs, ratios, rounds, turns
-from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, BareLoop, ScalingCase
-from hvdtrain.lab.bench.ratios import Ratio, median, ratio_within_rounds
-from hvdtrain.lab.bench.scaling import (
-    LOG_INTERVALS,
-    OTHER_LOG_INTERVAL,
-    cpu_table,
-    examine,
-)
-from hvdtrain.lab.bench.turns import PausableJob, Results, TurnJob
+from hvdtrain.lab.bench import contestants, jobs, rounds
+from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, ScalingCase
+from hvdtrain.lab.bench.rounds import Ratio
+from hvdtrain.lab.bench.scaling import LOG_INTERVALS, OTHER_LOG_INTERVAL, examine
+from hvdtrain.lab.bench.turns import PausableJob, Results, TurnJob, cpu_table, measure_cases
 from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
-from hvdtrain.lab.hosts.node import HostProcess
+from hvdtrain.lab.systems.process import write_spec
 from hvdtrain.launcher.horovodrun import (
     HorovodrunOptions,
     horovodrun_argv,
@@ -52,7 +46,6 @@ from hvdtrain.models import build_model
 GLOO, MPI = f"{OURS} gloo", f"{OURS} mpi"
 CONTESTANTS = (GLOO, MPI, DDP, LIMIT)
 LOGGED_S = 0.5  # a slow exchange is logged more often than this
-START_TIMEOUT_S = 60
 HEADINGS = (
     *("model", "hosts", "N", "Gbit/s", "MB sent"),
     *(f"{name}, ms" for name in CONTESTANTS),
@@ -130,94 +123,69 @@ def run(arguments: dict[str, Any]) -> int:
     examine(plan.models, [])
     examine(plan.models, [case.work for case in plan.cases()])
     with rounds.scratch_folder("network") as folder:
-        starter = NetworkStarter(plan.time_limit_s)
-        results = turns.measure_cases(plan.cases(), starter, plan, folder, say)
+        results = measure_cases(
+            plan.cases(),
+            CONTESTANTS,
+            partial(start, time_limit_s=plan.time_limit_s),
+            rounds=plan.rounds,
+            turn_s=plan.turn_s,
+            folder=folder,
+            report=say,
+        )
     say(table(plan, results))
-    say(cpu_table(results, lambda case: case.work))
+    say(cpu_table(results, lambda case: (case.work.global_batch_size, case.work.workers)))
     write_json(arguments["json"], as_json(plan, results))
     results.raise_if_stopped()
     return EXIT_FAILED if results.problems else EXIT_OK
 
 
-@dataclass(frozen=True)
-class NetworkStarter:
-    """A starter of contestants."""
+def start(case: NetworkCase, name: str, folder: Path, *, time_limit_s: float) -> PausableJob:
+    """Start a contestant of a case on hosts of its own, with a new folder. Raises ChildFailure."""
+    deadline_s = time.monotonic() + time_limit_s
+    folder.mkdir(mode=0o700)
+    with ExitStack() as stack:
+        slots = [case.workers_per_host] * case.hosts
+        hosts = stack.enter_context(HostNetwork(slots, folder / "hosts", visible=[folder]))
+        hosts.shape(case.gbit_per_s * 1e9)
+        if name in (GLOO, MPI):
+            job = _ours(case, name.removeprefix(f"{OURS} "), hosts, folder, time_limit_s)
+        else:
+            spec = contestants.spec_of(case.work, contestants.PEERS[name], folder, time_limit_s)
+            begin = partial(_start_peer, case, write_spec(spec), hosts, folder)
+            job = contestants.peer_job(case.work, folder, begin)
+        return PausableJob(job, deadline_s, stack.pop_all())
 
-    time_limit_s: float
 
-    def __call__(self, case: NetworkCase, folder: Path) -> dict[str, Callable[[], PausableJob]]:
-        """Return what starts each contestant of a case, and raises ChildFailure."""
-        return {name: partial(self._start, case, name, folder / name) for name in CONTESTANTS}
+def _ours(
+    case: NetworkCase, controller: str, hosts: HostNetwork, folder: Path, time_limit_s: float
+) -> TurnJob:
+    """Return the job of `hvdtrain train` on all hosts, with all that it does by default."""
+    names = tuple((host.name, host.slots) for host in hosts.hosts)
+    prefix = mpi_prefix() if controller == "mpi" else None
+    options = HorovodrunOptions(case.work.workers, controller, names, INTERFACE, mpi_prefix=prefix)
+    argv = horovodrun_argv(options, jobs.train_argv(folder, contestants.train_flags(case.work)))
+    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
+    variables = horovodrun_environment(os.environ | ONE_THREAD, settings, None)
+    variables |= contestants.waiting(time_limit_s)
+    log = folder / "process-0.log"
+    begin = partial(OnHosts, hosts, range(case.hosts), argv, variables, log)
+    return contestants.train_job(case.work, folder, begin)
 
-    def _start(self, case: NetworkCase, name: str, folder: Path) -> PausableJob:
-        deadline_s = time.monotonic() + self.time_limit_s
-        folder.mkdir(mode=0o700)
-        with ExitStack() as stack:
-            network = HostNetwork(
-                [case.workers_per_host] * case.hosts, folder / "hosts", visible=[folder]
-            )
-            hosts = stack.enter_context(network)
-            hosts.shape(case.gbit_per_s * 1e9)
-            if name in (GLOO, MPI):
-                job = self._ours(case, name.removeprefix(f"{OURS} "), hosts, folder)
-            else:
-                kind = contestants.PlainDdp if name == DDP else contestants.Independent
-                job = self._peer(case, kind, hosts, folder)
-            return PausableJob(job, deadline_s, stack.pop_all())
 
-    def _ours(
-        self, case: NetworkCase, controller: str, hosts: HostNetwork, folder: Path
-    ) -> TurnJob:
-        """Return the job of `hvdtrain train` on all hosts, with all that it does by default."""
-        names = tuple((host.name, host.slots) for host in hosts.hosts)
-        prefix = mpi_prefix() if controller == "mpi" else None
-        options = HorovodrunOptions(
-            case.work.workers, controller, names, INTERFACE, START_TIMEOUT_S, mpi_prefix=prefix
-        )
-        argv = horovodrun_argv(options, jobs.train_argv(folder, contestants.train_flags(case.work)))
-        settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
-        variables = horovodrun_environment(os.environ | ONE_THREAD, settings, None)
-        # A worker that waits for its turn has not failed.
-        variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] = f"{math.ceil(self.time_limit_s)}"
-        return TurnJob(
-            folder=folder,
-            start=lambda children: children.append(
-                OnHosts(hosts, range(case.hosts), argv, variables, folder / "process-0.log")
-            ),
-            progress=[jobs.log_of(folder)],
-            finish=contestants.stop_train,
-            logged=lambda: [jobs.logged_steps(folder)],
-            samples=case.work.global_batch_size,
-        )
-
-    def _peer(
-        self, case: NetworkCase, strategy: type[BareLoop], hosts: HostNetwork, folder: Path
-    ) -> TurnJob:
-        """Return the job of a loop on all hosts, a process for each worker."""
-        work = case.work
-        spec = contestants.spec_of(work, strategy, folder, self.time_limit_s)
-        argv = contestants.process_argv(spec)
-        logs = [contestants.step_log(folder, number) for number in range(work.workers)]
-
-        def start(children: list[Child]) -> None:
-            for rank in range(work.workers):
-                host, local_rank = divmod(rank, case.workers_per_host)
-                variables = {"HOROVOD_SIZE": str(work.workers), "HOROVOD_RANK": str(rank)}
-                variables |= {
-                    "HOROVOD_LOCAL_RANK": str(local_rank),
-                    "GLOO_SOCKET_IFNAME": INTERFACE,
-                }
-                log = folder / f"process-{rank}.log"
-                children.append(OnHosts(hosts, [host], argv, variables | ONE_THREAD, log))
-
-        return TurnJob(
-            folder=folder,
-            start=start,
-            progress=logs,
-            finish=lambda children: None,
-            logged=lambda: [*map(jobs.read_steps, logs)],
-            samples=work.global_batch_size / work.workers,
-        )
+def _start_peer(
+    case: NetworkCase, argv: list[str], hosts: HostNetwork, folder: Path, children: list[Child]
+) -> None:
+    """Start a loop on all hosts, a process for each worker."""
+    for rank in range(case.work.workers):
+        host, local_rank = divmod(rank, case.workers_per_host)
+        variables = ONE_THREAD | {
+            "HOROVOD_SIZE": str(case.work.workers),
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_LOCAL_RANK": str(local_rank),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+        log = folder / f"process-{rank}.log"
+        children.append(OnHosts(hosts, [host], argv, variables, log))
 
 
 class OnHosts:
@@ -234,9 +202,7 @@ class OnHosts:
         """Start it. Its output goes to `log`."""
         self._network, self._hosts = network, hosts
         with log.open("wb") as output:
-            self._process: HostProcess = network.start(
-                argv, hosts[0], variables, stdout=output, stderr=subprocess.STDOUT
-            )
+            self._process = network.start(argv, hosts[0], variables, stdout=output)
 
     def exit_code(self) -> int | None:
         return self._process.poll()
@@ -262,55 +228,51 @@ class NetworkPoint:
 
 def points_of(results: Results[NetworkCase]) -> list[NetworkPoint]:
     """Return the results of each case that was measured."""
-    points = []
-    for case, rates in results.rates.items():
-        work, size = case.work, gradient_bytes(case.work.model)
-        speeds = {name: median(samples_per_s) for name, samples_per_s in rates.items()}
-        points.append(
-            NetworkPoint(
-                case=case,
-                sent_bytes=sent_bytes(size, case.hosts),
-                step_ms={
-                    name: 1000 * work.global_batch_size / speed if speed else None
-                    for name, speed in speeds.items()
-                },
-                alone_ms=1000 * seconds_alone(size, case.hosts, case.gbit_per_s),
-                over_ddp={
-                    name: ratio_within_rounds(rates[name], rates[DDP]) for name in (GLOO, MPI)
-                },
-            )
-        )
-    return points
+    return [_point(case, rates) for case, rates in results.rates.items()]
+
+
+def _point(case: NetworkCase, rates: Mapping[str, Sequence[float]]) -> NetworkPoint:
+    size = gradient_bytes(case.work.model)
+    speeds = {name: rounds.median(samples_per_s) for name, samples_per_s in rates.items()}
+    return NetworkPoint(
+        case=case,
+        sent_bytes=sent_bytes(size, case.hosts),
+        step_ms={
+            name: 1000 * case.work.global_batch_size / speed if speed else None
+            for name, speed in speeds.items()
+        },
+        alone_ms=1000 * seconds_alone(size, case.hosts, case.gbit_per_s),
+        over_ddp={
+            name: rounds.ratio_within_rounds(rates[name], rates[DDP]) for name in (GLOO, MPI)
+        },
+    )
 
 
 def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
     """Return the table of all cases."""
-    rows = []
-    for point in points_of(results):
-        case, times = point.case, [point.step_ms[name] for name in CONTESTANTS]
-        rows.append(
-            [
-                *(case.work.model, str(case.hosts), str(case.work.workers)),
-                *(f"{case.gbit_per_s:g}", f"{point.sent_bytes / 1e6:.1f}"),
-                *("-" if ms is None else f"{ms:.0f}" for ms in times),
-                f"{point.alone_ms:.0f}",
-                *(
-                    f"{over.median:.3f} ({over.middle_half})" if over else "-"
-                    for over in point.over_ddp.values()
-                ),
-            ]
+    rows = [
+        (
+            *(point.case.work.model, str(point.case.hosts), str(point.case.work.workers)),
+            *(f"{point.case.gbit_per_s:g}", f"{point.sent_bytes / 1e6:.1f}"),
+            *("-" if ms is None else f"{ms:.0f}" for ms in map(point.step_ms.get, CONTESTANTS)),
+            f"{point.alone_ms:.0f}",
+            *map(rounds.ratio_and_spread, point.over_ddp.values()),
         )
-    rounds = counted(plan.rounds, "round")
-    lines = [
-        f"network: ms a step in the median of {rounds} of turns, N workers on CPUs, one "
-        f"compute thread each; MB sent: by each host in a step, in a ring of hosts; {LIMIT}: the "
-        f"same processes without exchange; ratios: speed over {DDP}'s"
+        for point in points_of(results)
     ]
-    return "\n".join([*lines, *ratios.columns([HEADINGS, *rows])])
+    head = (
+        f"network: ms a step in the median of {counted(plan.rounds, 'round')} of turns, N workers "
+        "on CPUs, one compute thread each; MB sent: by each host in a step, in a ring of hosts; "
+        f"{LIMIT}: the same processes without exchange; ratios: speed over {DDP}'s"
+    )
+    return "\n".join([head, *rounds.columns([HEADINGS, *rows])])
 
 
 def as_json(plan: NetworkPlan, results: Results[NetworkCase]) -> dict[str, Any]:
     """Return all results for `write_json`, with NaN for a failed round."""
-    runs = [asdict(case) | results.of(case) for case in results.rates]
-    points = [asdict(point) for point in points_of(results)]
-    return {**asdict(plan), "runs": runs, "points": points, "problems": results.problems}
+    return {
+        **asdict(plan),
+        "runs": [asdict(case) | results.of(case) for case in results.rates],
+        "points": [asdict(point) for point in points_of(results)],
+        "problems": results.problems,
+    }

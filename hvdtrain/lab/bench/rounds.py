@@ -1,30 +1,20 @@
-"""Rounds of contestants, one after the other, and what all benches are given."""
+"""Rounds of contestants, one after the other; ratios within rounds, and tables of them."""
 
 from __future__ import annotations
 
-import itertools
-import tempfile
-import time
+import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import TrainingError
-from hvdtrain.evidence.children import ChildFailure, guarded
-from hvdtrain.exchange import Exchange
-from hvdtrain.exchange.gpus import synchronize
-from hvdtrain.lab.bench.ratios import Ratio
-from hvdtrain.lab.bench.saving import Used
+from hvdtrain.evidence import trials
+from hvdtrain.evidence.children import ChildFailure
 from hvdtrain.launcher.processes import StopRequests
-from hvdtrain.train.job import Job
 
-WARM_UP_STEPS = 5
-ENDLESS = 2**62  # steps
 Key = TypeVar("Key")
 Found = TypeVar("Found")
 
@@ -41,9 +31,9 @@ def scratch_folder(bench: str) -> Iterator[Path]:
     A signal raises Stopped. Raises TrainingError for a ChildFailure.
     """
     StopRequests()
-    with guarded(), tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
+    with trials.scratch_folder("bench") as folder:
         try:
-            yield Path(folder)
+            yield folder
         except ChildFailure as failure:
             raise TrainingError(f"bench {bench}: {failure}") from failure
 
@@ -75,58 +65,60 @@ def measure(
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the benches within one job; each uses those that apply to it."""
+class Ratio:
+    """The spread of a ratio between two contestants over all rounds."""
 
-    rounds: int
-    steps: int  # per round
-    model: str
-    batch_size: int  # per worker
-    megabytes: float
-    virtual_workers: int | None = None
-    device: str = "cpu"  # torch's name of this rank's device
+    median: float
+    lowest: float
+    lower_quartile: float
+    upper_quartile: float
+    highest: float
 
-
-@dataclass(frozen=True)
-class Measured:
-    """The results of a bench within one job."""
-
-    seconds_per_step: dict[str, list[float]]  # by contestant and round
-    ratios: dict[str, Ratio]
-    megabytes: float | None = None  # summed in a step
-    used: Mapping[str, Used] = field(default_factory=dict)  # by process, for a checkpoint
+    @property
+    def middle_half(self) -> str:
+        """Return the quartiles as text."""
+        return f"{self.lower_quartile:.3f} to {self.upper_quartile:.3f}"
 
 
-def run_rounds(
-    contestants: Mapping[str, Callable[[], object]], options: Options, exchange: Exchange
-) -> dict[str, list[float]]:
-    """Collective: return the seconds per step on the slowest rank, by contestant and round.
-
-    A step counts when the device has done all of it.
-    """
-    device, steps = torch.device(options.device), options.steps
-    for step in contestants.values():
-        # All ranks begin together: sums of the contestant before, in progress still, have the same
-        # names.
-        exchange.all_gather_object(None, "hvdtrain.bench.warm_up")
-        for _ in range(WARM_UP_STEPS):
-            step()
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(options.rounds):
-        for name in in_turn([*contestants], number):
-            step = contestants[name]
-            exchange.all_gather_object(None, "hvdtrain.bench.start")
-            synchronize(device)
-            started = time.perf_counter()
-            for _ in range(steps):
-                step()
-            synchronize(device)
-            step_s = (time.perf_counter() - started) / steps
-            seconds[name].append(max(exchange.all_gather_object(step_s, "hvdtrain.bench.end")))
-    return seconds
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Return the spread of ours over theirs within one or more rounds."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    lower, _, upper = (
+        statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    )
+    return Ratio(statistics.median(ratios), min(ratios), lower, upper, max(ratios))
 
 
-def endless_steps(job: Job, rank: int) -> Iterator[StepData]:
-    """Yield the data of one step after the other."""
-    for epoch in itertools.count():
-        yield from job.feed.epoch(epoch * job.sampler.samples, job.total_steps, rank)
+def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | None:
+    """Return the ratio over rounds in which neither failed; None without such a round."""
+    ended = [pair for pair in zip(rates, to, strict=True) if not any(map(math.isnan, pair))]
+    return ratio(*zip(*ended, strict=True)) if ended else None
+
+
+def ratio_and_spread(over: Ratio | None) -> str:
+    """Return the cell of a ratio: its median and, in parentheses, its middle half."""
+    return f"{over.median:.3f} ({over.middle_half})" if over else "-"
+
+
+def median(rates: Sequence[float]) -> float | None:
+    """Return the median without failed rounds; None where all failed."""
+    ended = [rate for rate in rates if not math.isnan(rate)]
+    return statistics.median(ended) if ended else None
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column is aligned to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in rows
+    ]
+
+
+def ratio_lines(ratios: Mapping[str, Ratio]) -> list[str]:
+    """Return the lines of a table of ratios: median, middle half and range."""
+    rows = [
+        [f"ratio, {name}", f"{r.median:.3f}", r.middle_half, f"{r.lowest:.3f} to {r.highest:.3f}"]
+        for name, r in ratios.items()
+    ]
+    return columns([["", "median", "middle half", "all"], *rows])

@@ -17,16 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hvdtrain.errors import TrainingError
 from hvdtrain.interpreter import module_argv, peak_memory
-
-if TYPE_CHECKING:
-    from hvdtrain.train.job import Job
 
 TORCH, TORCH_SAVE, TORCH_LOAD = "torch", "torch.save", "torch.load"
 OURS, RESUMED = "hvdtrain", "hvdtrain, resumed"
@@ -62,13 +58,17 @@ def measure(megabytes: float, folder: Path) -> dict[str, Used]:
 
 def rows(used: Mapping[str, Used]) -> list[list[str]]:
     """Return the rows of a table."""
-    table = [["", "peak memory", "training waits", "in all"]]
-    for name, usage in used.items():
-        seconds = (
-            [f"{usage.held_up_s:.2f} s", f"{usage.whole_s:.2f} s"] if usage.whole_s else ["-", "-"]
-        )
-        table.append([name, f"{usage.peak_mib:,} MiB", *seconds])
-    return table
+    return [
+        ["", "peak memory", "training waits", "in all"],
+        *(
+            [
+                name,
+                f"{usage.peak_mib:,} MiB",
+                *(f"{s:.2f} s" if usage.whole_s else "-" for s in (usage.held_up_s, usage.whole_s)),
+            ]
+            for name, usage in used.items()
+        ),
+    ]
 
 
 def network(megabytes: float) -> nn.Sequential:
@@ -115,6 +115,7 @@ def by_torch(name: str, megabytes: float, folder: Path) -> tuple[float, float]:
 def by_hvdtrain(name: str, megabytes: float, folder: Path) -> tuple[float, float]:
     """Train with our checkpoints; return the seconds that training waited, and of all."""
     from hvdtrain.exchange import SingleProcess
+    from hvdtrain.lab.bench.loops import Options, make_job
     from hvdtrain.run.process import keep_freed_memory
     from hvdtrain.train.checkpoint import Checkpoints, load_state
     from hvdtrain.train.loop import State
@@ -126,7 +127,8 @@ def by_hvdtrain(name: str, megabytes: float, folder: Path) -> tuple[float, float
     began_s = time.monotonic()
     saved = load_state(checkpoints.complete()[0]) if name == RESUMED else None
     loaded_s = time.monotonic() - began_s
-    job = make_job(megabytes)
+    options = Options(rounds=1, steps=1, model="lenet", batch_size=1, megabytes=megabytes)
+    job = make_job(options, exchange, build=partial(network, megabytes))
     meter = Meter(exchange, job.sampler.samples)
     waited_s, all_s = [0.0], [0.0]
 
@@ -150,17 +152,6 @@ def by_hvdtrain(name: str, megabytes: float, folder: Path) -> tuple[float, float
         all_s.append(waited_s[-1])
     train(job.model, job.optimizers[0], save if name == OURS else lambda step: None)
     return max(waited_s), max(all_s)
-
-
-def make_job(megabytes: float) -> Job:
-    """Return a job of the network, with the optimizer that torch has."""
-    from hvdtrain.exchange import SingleProcess
-    from hvdtrain.lab.bench import within_job
-    from hvdtrain.lab.bench.rounds import Options
-
-    options = Options(rounds=1, steps=1, model="lenet", batch_size=1, megabytes=megabytes)
-    build = partial(network, megabytes)
-    return within_job.make_job(options, SingleProcess(), build=build)
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from matplotlib.ticker import FixedLocator, StrMethodFormatter
 from hvdtrain.data.builtin import read_spec
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
 from hvdtrain.files import write_json
-from hvdtrain.lab.bench import contestants, cpu_time, ratios, rounds, turns
+from hvdtrain.lab.bench import contestants, rounds
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
-from hvdtrain.lab.bench.ratios import Ratio, median, ratio_within_rounds
-from hvdtrain.lab.bench.turns import Results
+from hvdtrain.lab.bench.rounds import Ratio, median, ratio_within_rounds
+from hvdtrain.lab.bench.turns import Results, cpu_table, measure_cases
 from hvdtrain.lab.systems.process import fork_server
 from hvdtrain.log import counted, say
 from hvdtrain.models import build_model
@@ -84,17 +85,28 @@ def run(arguments: dict[str, Any]) -> int:
     plan = rounds.plan_of(ScalingPlan, arguments)
     with rounds.scratch_folder("scaling") as folder:
         examine(plan.models, plan.cases())
-        starter = contestants.ScalingStarter(plan.controller, plan.time_limit_s, fork_server())
-        results = turns.measure_cases(plan.cases(), starter, plan, folder, say)
-    rates, problems = results.rates, results.problems
-    points = points_of(plan, rates)
+        results = measure_cases(
+            plan.cases(),
+            CONTESTANTS,
+            partial(
+                contestants.start,
+                controller=plan.controller,
+                time_limit_s=plan.time_limit_s,
+                context=fork_server(),
+            ),
+            rounds=plan.rounds,
+            turn_s=plan.turn_s,
+            folder=folder,
+            report=say,
+        )
+    points = points_of(plan, results.rates)
     say(table(plan, points))
-    say(cpu_table(results, lambda case: case))
+    say(cpu_table(results, lambda case: (case.global_batch_size, case.workers)))
     write_json(arguments["json"], as_json(plan, results, points))
-    for path in charts.write_plots(draw_plots(plan, rates, points), arguments["output"]):
+    for path in charts.write_plots(draw_plots(plan, results.rates, points), arguments["output"]):
         say(f"written to {path}")
     results.raise_if_stopped()
-    return EXIT_FAILED if problems else EXIT_OK
+    return EXIT_FAILED if results.problems else EXIT_OK
 
 
 def examine(models: Iterable[str], cases: Sequence[ScalingCase]) -> None:
@@ -137,56 +149,42 @@ def _point(plan: ScalingPlan, rates: Rates, mode: str, model: str, workers: int)
     case = plan.case(mode, model, workers)
     case_rates, alone = rates[case], rates.get(plan.case(mode, model, 1), {})
     speed = {name: median(case_rates[name]) for name in CONTESTANTS}
-    efficiency: dict[str, float | None] = {}
-    for name, rate in speed.items():
-        base = median(alone.get(name, []))
-        efficiency[name] = rate / (workers * base) if rate and base else None
+    bases = [median(alone.get(name, [])) for name in CONTESTANTS]
     return ScalingPoint(
         mode=mode,
         case=case,
         samples_per_s=speed,
         over_ddp=ratio_within_rounds(case_rates[OURS], case_rates[DDP]),
         over_limit=ratio_within_rounds(case_rates[OURS], case_rates[LIMIT]),
-        efficiency=efficiency,
+        efficiency={
+            name: rate / (workers * base) if rate and base else None
+            for (name, rate), base in zip(speed.items(), bases, strict=True)
+        },
     )
 
 
 def table(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> str:
     """Return the table, in one part for each mode."""
-    rounds = counted(plan.rounds, "round")
     lines = [
-        f"scaling: samples/s in the median of {rounds} of turns; hvdtrain on {plan.controller}, "
-        "DDP on gloo, on CPUs, one compute thread each; limit: as many processes at once, without "
-        "exchange"
+        f"scaling: samples/s in the median of {counted(plan.rounds, 'round')} of turns; hvdtrain "
+        f"on {plan.controller}, DDP on gloo, on CPUs, one compute thread each; limit: as many "
+        "processes at once, without exchange"
     ]
     for mode in plan.modes:
         kept = "samples a worker" if mode == WEAK else "samples a step over all workers"
         lines.append(f"{mode} scaling, the same {kept}:")
         rows = [_cells(point) for point in points if point.mode == mode]
-        lines += ratios.columns([HEADINGS, *rows])
+        lines += rounds.columns([HEADINGS, *rows])
     return "\n".join(lines)
-
-
-def cpu_table(results: Results[Any], work_of: Callable[[Any], ScalingCase]) -> str:
-    """Return the table of CPU time, which shows where a step's time goes.
-
-    `work_of`: returns the work of a case.
-    """
-    rows = [cpu_time.HEADINGS]
-    for case, rates in results.rates.items():
-        samples, workers = work_of(case).global_batch_size, work_of(case).workers
-        rows += cpu_time.rows_of(str(case), rates, results.cores[case], samples, workers)
-    return "\n".join(ratios.columns(rows))
 
 
 def _cells(point: ScalingPoint) -> list[str]:
     rates = [point.samples_per_s[name] for name in CONTESTANTS]
     shares = [point.efficiency[name] for name in CONTESTANTS]
-    overs = (point.over_ddp, point.over_limit)
     return [
         *map(str, (point.case.model, point.case.workers, point.case.global_batch_size)),
         *("-" if rate is None else f"{rate:,.0f}" for rate in rates),
-        *(f"{over.median:.3f} ({over.middle_half})" if over else "-" for over in overs),
+        *map(rounds.ratio_and_spread, (point.over_ddp, point.over_limit)),
         *("-" if share is None else f"{share:.2f}" for share in shares),
     ]
 
@@ -224,11 +222,16 @@ def _draw_speed(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> Plot:
     handles = [Line2D([], [], **style) for style in (*STYLES.values(), IDEAL)]
     labels = [OURS, DDP, f"{LIMIT} of this machine", "N times one process alone"]
     charts.legend_below(figure, handles, labels, fontsize=8)
-    caption = (
-        "Samples per second over all workers, medians. Weak: the same samples a worker; strong: "
-        "the same global batch. The limit: as many processes at the same time, without exchange."
+    return Plot(
+        name="scaling",
+        title="Scaling",
+        caption=(
+            "Samples per second over all workers, medians. Weak: the same samples a worker; "
+            "strong: the same global batch. The limit: as many processes at the same time, without "
+            "exchange."
+        ),
+        figure=figure,
     )
-    return Plot("scaling", "Scaling", caption, figure)
 
 
 def _draw_panel(axes: Axes, title: str, points: Sequence[ScalingPoint]) -> None:
@@ -236,8 +239,7 @@ def _draw_panel(axes: Axes, title: str, points: Sequence[ScalingPoint]) -> None:
     charts.dress(axes, title, "samples/s", "workers")
     axes.xaxis.set_major_locator(FixedLocator(counts))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    alone = next((p.samples_per_s[LIMIT] for p in points if p.case.workers == 1), None)
-    if alone:
+    if alone := next((p.samples_per_s[LIMIT] for p in points if p.case.workers == 1), None):
         axes.plot(counts, [alone * count for count in counts], **IDEAL)
     for name, style in STYLES.items():
         axes.plot(counts, [point.samples_per_s[name] or math.nan for point in points], **style)
@@ -266,5 +268,9 @@ def _draw_ratios(plan: ScalingPlan, rates: Rates, points: Sequence[ScalingPoint]
     charts.dress_rows(axes, "hvdtrain's speed", labels, x_label)
     handles = [Line2D([], [], color=COLOURS[name], linewidth=2.4) for name in (DDP, LIMIT)]
     charts.legend_below(figure, handles, [f"of {DDP}'s", f"of the {LIMIT}"])
-    caption = f"Ratios of {counted(plan.rounds, 'round')}, and their medians."
-    return Plot("ratios", "Ratios", caption, figure)
+    return Plot(
+        name="ratios",
+        title="Ratios",
+        caption=f"Ratios of {counted(plan.rounds, 'round')}, and their medians.",
+        figure=figure,
+    )

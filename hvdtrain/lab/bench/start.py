@@ -8,6 +8,7 @@ whose start of some hundredths of a second counts against it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -27,8 +28,8 @@ from hvdtrain.errors import EXIT_OK
 from hvdtrain.evidence.children import run_command
 from hvdtrain.files import write_json
 from hvdtrain.interpreter import module_argv
-from hvdtrain.lab.bench import ddp_script, jobs, ratios, rounds, stamp
-from hvdtrain.lab.bench.ratios import Ratio
+from hvdtrain.lab.bench import ddp_script, jobs, rounds, stamp
+from hvdtrain.lab.bench.rounds import Ratio
 from hvdtrain.log import counted, say
 from hvdtrain.report import charts
 from hvdtrain.report.charts import Plot
@@ -38,6 +39,7 @@ TRAIN, SCRIPT = "hvdtrain train, alone", "python script, alone"
 CONTESTANTS = (LAUNCH, HOROVODRUN, TORCHRUN, TRAIN, SCRIPT)
 PAIRS = ((LAUNCH, TORCHRUN), (HOROVODRUN, TORCHRUN), (TRAIN, SCRIPT))
 PARTS = ("start", "imports", "join", "prepare", "first step")
+HEADINGS = ("", "total", *PARTS)
 WHOLE = "not taken apart"
 COLOURS = dict(zip(PARTS, (charts.PALETTE[4], *charts.PALETTE[:4]), strict=True))
 COLOURS[WHOLE] = "#999999"
@@ -91,7 +93,7 @@ def run(arguments: dict[str, Any]) -> int:
 def ratios_of(starts: Starts) -> dict[str, Ratio]:
     """Return our times as multiples of the peers' in the same round."""
     totals = {name: [one.total_s for one in runs] for name, runs in starts.items()}
-    return {f"{ours} / {other}": ratios.ratio(totals[ours], totals[other]) for ours, other in PAIRS}
+    return {f"{ours} / {other}": rounds.ratio(totals[ours], totals[other]) for ours, other in PAIRS}
 
 
 def start(plan: StartPlan, name: str, folder: Path) -> Started:
@@ -109,11 +111,9 @@ def start(plan: StartPlan, name: str, folder: Path) -> Started:
 
 def _script(plan: StartPlan, name: str, folder: Path) -> Started:
     times = folder / "times.json"
-    argv = [sys.executable]
-    if name == TORCHRUN:
-        argv += ["-m", "torch.distributed.run", "--standalone"]
-        argv += ["--nproc-per-node", str(plan.workers)]
-    argv += [ddp_script.__file__, str(times)]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    launcher = [*torchrun, str(plan.workers)] if name == TORCHRUN else []
+    argv = [sys.executable, *launcher, ddp_script.__file__, str(times)]
     began_s = time.monotonic()
     run_command(argv, os.environ, folder, plan.time_limit_s)
     return started([began_s, *json.loads(times.read_text("utf-8"))])
@@ -121,10 +121,9 @@ def _script(plan: StartPlan, name: str, folder: Path) -> Started:
 
 def _train(plan: StartPlan, name: str, folder: Path) -> Started:
     pipe = folder / "pulse"
-    command = [*module_argv(stamp.__name__), str(pipe)]
-    command += jobs.train_argv(folder, TRAIN_FLAGS)
+    stamped = [*module_argv(stamp.__name__), str(pipe), *jobs.train_argv(folder, TRAIN_FLAGS)]
     workers = plan.workers if name == HOROVODRUN else 1
-    argv, environment = jobs.on_workers(command, workers, plan.controller)
+    argv, environment = jobs.on_workers(stamped, workers, plan.controller)
     clock_offset_s = time.time() - time.monotonic()
     with pulse_lines(pipe) as lines:
         began_s = time.monotonic()
@@ -135,10 +134,8 @@ def _train(plan: StartPlan, name: str, folder: Path) -> Started:
 
 def started(times_s: Sequence[float]) -> Started:
     """Return a start, from the times of the command and of the ends of all parts."""
-    parts = {
-        name: end - begin for name, begin, end in zip(PARTS, times_s[:-1], times_s[1:], strict=True)
-    }
-    return Started(times_s[-1] - times_s[0], parts)
+    seconds = [end - begin for begin, end in itertools.pairwise(times_s)]
+    return Started(times_s[-1] - times_s[0], dict(zip(PARTS, seconds, strict=True)))
 
 
 @contextmanager
@@ -184,45 +181,46 @@ def marks_of(lines: Sequence[tuple[float, str]]) -> list[float]:
 
 def medians_of(runs: Sequence[Started]) -> tuple[float, dict[str, float]]:
     """Return the median seconds of the total and of each part; no parts where unknown."""
-    total_s = statistics.median(one.total_s for one in runs)
-    if not all(one.parts_s for one in runs):
-        return total_s, {}
-    return total_s, {part: statistics.median(one.parts_s[part] for one in runs) for part in PARTS}
+    shown = PARTS if all(one.parts_s for one in runs) else ()
+    parts_s = {part: statistics.median(one.parts_s[part] for one in runs) for part in shown}
+    return statistics.median(one.total_s for one in runs), parts_s
 
 
 def table(plan: StartPlan, starts: Starts) -> str:
     """Return the table of medians, in seconds, and ratios."""
-    rows = [["", "total", *PARTS]]
-    for name, runs in starts.items():
-        total_s, parts_s = medians_of(runs)
-        cells = [f"{parts_s[part]:.2f}" if parts_s else "-" for part in PARTS]
-        rows.append([name, f"{total_s:.2f}", *cells])
+    rows = [
+        (name, f"{total_s:.2f}", *(f"{parts_s[p]:.2f}" if parts_s else "-" for p in PARTS))
+        for name, (total_s, parts_s) in zip(starts, map(medians_of, starts.values()), strict=True)
+    ]
     head = (
         f"start: seconds from the command to the end of the first step, LeNet, {plan.workers} "
         f"workers ({plan.controller}; DDP: gloo) or alone, on CPUs; median of "
         f"{counted(plan.rounds, 'round')} in turns"
     )
-    return "\n".join([head, *ratios.columns(rows), *ratios.ratio_lines(ratios_of(starts))])
+    return "\n".join(
+        [head, *rounds.columns([HEADINGS, *rows]), *rounds.ratio_lines(ratios_of(starts))]
+    )
 
 
 def draw_start(starts: Starts) -> Plot:
     """Plot one bar per command, divided into its parts where they are known."""
     figure = charts.new_figure(charts.WIDTH, 1.2 + charts.ROW_HEIGHT * len(starts))
     axes = figure.add_subplot()
-    longest = 0.0
-    for row, runs in enumerate(starts.values()):
-        total_s, parts_s = medians_of(runs)
-        left = 0.0
-        for part, seconds in (parts_s or {WHOLE: total_s}).items():
-            axes.barh(row, seconds, BAR, left=left, color=COLOURS[part])
-            left += seconds
-        end = max(total_s, left)
-        longest = max(longest, end)
-        at = {"textcoords": "offset points", "xytext": (4, 0), "va": "center", "fontsize": 8}
-        axes.annotate(f"{total_s:.2f}", (end, row), **at)  # type: ignore[arg-type]
-    axes.set_xlim(0, longest * 1.12)
+    medians = [medians_of(runs) for runs in starts.values()]
+    for row, (total_s, parts_s) in enumerate(medians):
+        parts = parts_s or {WHOLE: total_s}
+        colours = [COLOURS[part] for part in parts]
+        starts_s = [0.0, *itertools.accumulate(parts.values())][:-1]
+        axes.barh([row] * len(parts), [*parts.values()], BAR, left=starts_s, color=colours)
+    ends = [max(total_s, sum(parts_s.values())) for total_s, parts_s in medians]
+    charts.label_rows(axes, ends, [f"{total_s:.2f}" for total_s, _ in medians], 8)
+    axes.set_xlim(0, max(ends) * 1.12)
     charts.dress_rows(axes, "From the command to the first step", [*starts], "seconds, medians")
-    handles = [Patch(color=colour) for colour in COLOURS.values()]
-    charts.legend_below(figure, handles, [*COLOURS], fontsize=8)
-    caption = "Medians, of each part by itself: they need not add up to that of the total."
-    return Plot("start", "Start", caption, figure)
+    patches = [Patch(color=colour) for colour in COLOURS.values()]
+    charts.legend_below(figure, patches, [*COLOURS], fontsize=8)
+    return Plot(
+        name="start",
+        title="Start",
+        caption="Medians, of each part by itself: they need not add up to that of the total.",
+        figure=figure,
+    )

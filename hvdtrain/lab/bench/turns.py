@@ -3,31 +3,58 @@
 A stopped process (SIGSTOP) takes no CPU time, while in a waiting one Horovod's thread would wake up
 or Open MPI would spin. So turns can be short and close together, without process starts between
 them. The measured interval lies between two steps that a job has logged within its turn; the first
-of them ends the interval in which it was stopped.
+of them ends the interval in which it was stopped. CPU time is measured too: of the computing
+threads, and of all others.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import psutil
 
 from hvdtrain.errors import Stopped
 from hvdtrain.evidence.children import POLL_S, Child, ChildFailure, all_ended
-from hvdtrain.lab.bench.cpu_time import NOTHING, CpuTime, cpu_time
 from hvdtrain.lab.bench.jobs import Logged, steps_per_s
-from hvdtrain.lab.bench.rounds import in_turn
+from hvdtrain.lab.bench.rounds import columns, in_turn, median
+from hvdtrain.launcher.processes import send_signal
 from hvdtrain.log import duration
 
 LEAST_LINES = 2  # logged in a turn: a whole interval lies between them
+CPU_HEADINGS = ["CPU time of a worker, ms a step", "step", "main thread", "others", "rest: waits"]
+
+
+class CpuTime(NamedTuple):
+    """The CPU time of some processes in seconds, or per step of a worker in milliseconds."""
+
+    computing: float  # of their main threads
+    others: float  # such as those of Horovod, Gloo and Open MPI
+
+    def scaled(self, factor: float) -> CpuTime:
+        """Return the multiple."""
+        return CpuTime(self.computing * factor, self.others * factor)
+
+
+def cpu_time(pids: Iterable[int]) -> CpuTime:
+    """Return the CPU time of processes since they started; nothing of those that have ended."""
+    computing_s = total_s = 0.0
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(pid)
+            main = [thread for thread in process.threads() if thread.id == pid]
+            total, system = process.cpu_times()[:2]
+            computing_s += sum(thread.user_time + thread.system_time for thread in main)
+            total_s += total + system
+    return CpuTime(computing_s, total_s - computing_s)
 
 
 @dataclass(frozen=True)
@@ -45,15 +72,13 @@ class TurnJob:
 class PausableJob:
     """A job from start to end, stopped except during its turns."""
 
-    def __init__(
-        self, job: TurnJob, deadline_s: float, context: AbstractContextManager[object] | None = None
-    ) -> None:
+    def __init__(self, job: TurnJob, deadline_s: float, context: ExitStack | None = None) -> None:
         """Start the job, wait for its first logged step, and stop it. Raises ChildFailure.
 
         `deadline_s`: of the monotonic clock. `context`: where it runs, closed after its end.
         """
         self._job, self._deadline_s = job, deadline_s
-        self._context = context or nullcontext()
+        self._context = context or ExitStack()
         self._children: list[Child] = []
         self._processes: list[int] = []
         self._windows: list[tuple[float, float]] = []
@@ -66,22 +91,22 @@ class PausableJob:
         except BaseException:
             self.close()
             raise
-        self._signal(signal.SIGSTOP)
+        send_signal(signal.SIGSTOP, self._processes)
 
     def take(self, turn_s: float) -> None:
         """Run one turn, of `turn_s` or until enough steps are logged. Raises ChildFailure."""
         before, cpu_before = self._lines(), cpu_time(self._processes)
         began_s = time.time()
-        self._signal(signal.SIGCONT)
+        send_signal(signal.SIGCONT, self._processes)
         try:
             time.sleep(turn_s)
             self._wait_for(LEAST_LINES + 1, before)  # the last line may be incomplete
         finally:
-            self._signal(signal.SIGSTOP)
+            send_signal(signal.SIGSTOP, self._processes)
         ended_s = time.time()
         self._windows.append((began_s, ended_s))
-        used = cpu_time(self._processes) - cpu_before
-        self.cores.append(used.scaled(1 / (ended_s - began_s)))
+        used = (now - then for now, then in zip(cpu_time(self._processes), cpu_before, strict=True))
+        self.cores.append(CpuTime(*used).scaled(1 / (ended_s - began_s)))
 
     def rates(self) -> list[float]:
         """End the job; return the samples/s of each turn. Raises ChildFailure."""
@@ -92,7 +117,7 @@ class PausableJob:
 
     def end(self) -> list[list[list[Logged]]]:
         """End the job; return the steps logged within its turns, by turn and process."""
-        self._signal(signal.SIGCONT)
+        send_signal(signal.SIGCONT, self._processes)
         self._wait_for(1, self._lines())
         self._job.finish(self._children)
         self.close()
@@ -106,8 +131,7 @@ class PausableJob:
         """End all processes of the job; further calls have no effect."""
         while self._children:
             self._children.pop().end()
-        context, self._context = self._context, nullcontext()
-        context.__exit__(None, None, None)
+        self._context.close()
 
     def _lines(self) -> list[int]:
         return [
@@ -123,11 +147,6 @@ class PausableJob:
                 raise ChildFailure("its turns were not over in time (--time-limit-s)")
             time.sleep(POLL_S)
 
-    def _signal(self, number: int) -> None:
-        for pid in self._processes:
-            with suppress(ProcessLookupError):  # the next check of the children reports it
-                os.kill(pid, number)
-
 
 def in_turns(
     starts: Mapping[str, Callable[[], PausableJob]],
@@ -141,7 +160,7 @@ def in_turns(
     """
     running: dict[str, PausableJob] = {}
     rates = {name: [math.nan] * rounds for name in starts}
-    cores = {name: [NOTHING] * rounds for name in starts}
+    cores = {name: [CpuTime(math.nan, math.nan)] * rounds for name in starts}
 
     @contextmanager
     def failure_noted(name: str) -> Iterator[None]:
@@ -171,24 +190,7 @@ def in_turns(
     return rates, cores
 
 
-class Compared(Protocol):
-    """What contestants are compared on; its text is shown."""
-
-    def __hash__(self) -> int: ...
-
-
-class TurnOptions(Protocol):
-    """The settings of turns."""
-
-    @property
-    def rounds(self) -> int: ...
-
-    @property
-    def turn_s(self) -> float: ...
-
-
-CaseKind = TypeVar("CaseKind", bound=Compared)
-Starts = Callable[[CaseKind, Path], Mapping[str, Callable[[], PausableJob]]]
+CaseKind = TypeVar("CaseKind", bound=Hashable)  # what contestants are compared on; shown as text
 
 
 @dataclass
@@ -213,15 +215,19 @@ class Results(Generic[CaseKind]):
 
 def measure_cases(
     cases: Sequence[CaseKind],
-    starts: Starts[CaseKind],
-    turning: TurnOptions,
+    contestants: Sequence[str],
+    start: Callable[[CaseKind, str, Path], PausableJob],
+    *,
+    rounds: int,
+    turn_s: float,
     folder: Path,
     report: Callable[[str], None],
 ) -> Results[CaseKind]:
     """Measure one case after the other, with progress and problems reported at once.
 
-    `starts`: returns, for a case and a new folder, what starts each contestant. A signal (Stopped)
-    keeps the cases that are complete. Rates are samples/s by contestant and round; NaN: failed.
+    `start`: starts a contestant of a case, in a folder that it makes, and raises ChildFailure. A
+    signal (Stopped) keeps the cases that are complete. Rates are samples/s by contestant and round;
+    NaN: failed.
     """
     results: Results[CaseKind] = Results()
 
@@ -231,22 +237,53 @@ def measure_cases(
 
     began_s = time.monotonic()
     try:
-        for number, case in enumerate(cases):
-            case_folder = folder / str(number)
+        for done, case in enumerate(cases, start=1):
+            case_folder = folder / str(done)
             case_folder.mkdir(mode=0o700)
-            rates, cores = in_turns(
-                starts(case, case_folder), turning.rounds, turning.turn_s, partial(note, case)
-            )
+            starts = {name: partial(start, case, name, case_folder / name) for name in contestants}
+            rates, cores = in_turns(starts, rounds, turn_s, partial(note, case))
             results.rates[case], results.cores[case] = rates, cores
             speeds = (f"{name} {statistics.median(r):,.0f}" for name, r in rates.items())
-            done = number + 1
             left_s = (time.monotonic() - began_s) / done * (len(cases) - done)
             left = f", about {duration(left_s)} left" if done < len(cases) else ""
-            progress = f"{done} of {len(cases)}{left}"
-            report(f"{case}: {', '.join(speeds)} samples/s ({progress})")
+            report(f"{case}: {', '.join(speeds)} samples/s ({done} of {len(cases)}{left})")
     except Stopped as stopped:
         results.stopped = stopped
         missing = len(cases) - len(results.rates)
         results.problems.append(f"{stopped}: {missing} of {len(cases)} cases are not measured")
         report(results.problems[-1])
     return results
+
+
+def cpu_table(results: Results[CaseKind], work_of: Callable[[CaseKind], tuple[int, int]]) -> str:
+    """Return the table of CPU time, which shows where a contestant's step goes, in milliseconds.
+
+    `work_of`: returns the samples of a step over all workers, and the number of workers.
+    """
+    rows = [CPU_HEADINGS]
+    for case, rates in results.rates.items():
+        samples, workers = work_of(case)
+        for name, speeds in rates.items():
+            speed = median(speeds)
+            cpu_ms = per_step_ms(results.cores[case][name], speeds, samples, workers)
+            if speed and cpu_ms:
+                step_ms = 1000 * samples / speed
+                parts_ms = (step_ms, *cpu_ms, step_ms - sum(cpu_ms))
+                # The kernel rounds the times of threads and of the process, each by itself.
+                rows.append([f"{case}: {name}", *(f"{max(ms, 0.0):.1f}" for ms in parts_ms)])
+    return "\n".join(columns(rows))
+
+
+def per_step_ms(
+    cores: Sequence[CpuTime], samples_per_s: Sequence[float], samples: float, workers: int
+) -> CpuTime | None:
+    """Return the CPU time of a worker in a step: medians over rounds; None if all failed.
+
+    `cores`: CPU time per second of each turn. `samples`: of all workers in a step.
+    """
+    per_round = [
+        used.scaled(1000 * samples / speed / workers)
+        for used, speed in zip(cores, samples_per_s, strict=True)
+        if not math.isnan(speed)
+    ]
+    return CpuTime(*map(statistics.median, zip(*per_round, strict=True))) if per_round else None

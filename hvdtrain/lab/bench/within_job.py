@@ -9,47 +9,55 @@ information (it copies its input, and waits for its next cycle).
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, astuple, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch.nn import functional
+from torch import distributed
 
 from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck
 from hvdtrain.audit.compute import ComputeAudit
 from hvdtrain.audit.trace import StepConditions, Tracer
-from hvdtrain.data import Shares, SharesLike, VirtualShares
-from hvdtrain.data.feeding import Feed, to_device
-from hvdtrain.errors import EXIT_OK, UsageError
-from hvdtrain.exchange import AVERAGE, Exchange, SingleProcess
+from hvdtrain.errors import EXIT_OK, TrainingError, UsageError
+from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.exchange.connect import connect
-from hvdtrain.exchange.gpus import CPU, GpuExchange, OwnGpu, find_devices, find_own_gpu
+from hvdtrain.exchange.gpus import OwnGpu, find_devices, find_own_gpu
 from hvdtrain.files import write_json
 from hvdtrain.lab.bench import saving
-from hvdtrain.lab.bench.own_script import bare_loader_step, script_step
-from hvdtrain.lab.bench.ratios import Ratio, columns, ratio, ratio_lines
-from hvdtrain.lab.bench.ring_speed import bench_ring
-from hvdtrain.lab.bench.rounds import ENDLESS, Measured, Options, endless_steps, plan_of, run_rounds
-from hvdtrain.lab.systems.work import Work, WorkSpec
+from hvdtrain.lab.bench.loops import (
+    ENDLESS,
+    Measured,
+    Options,
+    bare_loader_step,
+    bare_step,
+    make_job,
+    our_step,
+    run_rounds,
+    script_step,
+)
+from hvdtrain.lab.bench.rounds import Ratio, columns, plan_of, ratio, ratio_lines
 from hvdtrain.log import counted, say
+from hvdtrain.network import address_of
+from hvdtrain.ring import all_reduce
+from hvdtrain.ring.operations import Array
+from hvdtrain.ring.transports.mpi import MpiTransport
 from hvdtrain.run.process import keep_freed_memory
+from hvdtrain.tensors import CPU
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import Checkpoints
-from hvdtrain.train.job import Intervals, Job
-from hvdtrain.train.loop import State
+from hvdtrain.train.loop import Audit, State
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture
-from hvdtrain.train.step import Audit, train_step
-from hvdtrain.train.update import Update
 
-DATA = "synthetic:1x28x28"
-LR, MOMENTUM = 0.01, 0.9
-NO_AUDITS = Audits()
 PARTS = 100
 RARELY = 100  # steps between whole audits
 OFTEN = 10  # steps between records of a trace
@@ -57,7 +65,12 @@ WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every ste
 TRACED, COMPUTED = "trace of every step", "computation at every step"
 NO_CHECKPOINTS, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
 OURS, VIRTUAL = "hvdtrain", "hvdtrain, virtual workers"
+BARE_HOROVOD, BARE_ALONE = "bare Horovod loop", "bare single-device loop"
 SCRIPT, OVER_LOADER = "hvdtrain.Loop", ", over a DataLoader"
+OUR_RING, ON_GPUS = "our ring", "Horovod, on GPUs"
+ITEM_BYTES = 4  # of float32
+
+Sum = Callable[[Array], Array]  # from this rank's values to the sum over ranks, possibly in place
 
 
 def run(arguments: dict[str, Any], topology: Topology) -> int:
@@ -83,7 +96,7 @@ def choose_device(wanted: str, exchange: Exchange) -> torch.device:
     if isinstance(exchange, SingleProcess):
         gpu = OwnGpu(next(iter(find_devices()), None))
     else:
-        gpu = find_own_gpu(cast(GpuExchange, exchange))
+        gpu = find_own_gpu(cast(Any, exchange))
     if gpu.device is None:
         raise UsageError(f"--device={wanted}: {gpu.why or 'no GPU is visible'}; use --device cpu")
     return gpu.device
@@ -98,93 +111,16 @@ def table(bench: str, options: Options, measured: Measured, workers: str) -> str
         f"{bench}: {what}, {workers}, on {options.device}, one thread each; "
         f"{counted(options.rounds, 'round')} of {counted(options.steps, 'step')} in turns"
     )
-    rows = []
-    for name, times in measured.seconds_per_step.items():
-        seconds = statistics.median(times)
-        speed = [f"{megabytes / seconds:.0f} MB/s"] if megabytes else []
-        rows.append([name, f"{1000 * seconds:.3f} ms a step", *speed])
+    medians_s = {n: statistics.median(times) for n, times in measured.seconds_per_step.items()}
+    rows = [
+        (name, f"{1000 * s:.3f} ms a step", *([f"{megabytes / s:.0f} MB/s"] if megabytes else []))
+        for name, s in medians_s.items()
+    ]
     lines = [head, *columns(rows), *ratio_lines(measured.ratios)]
     if measured.used:
         what = f"{options.megabytes:g} MB of parameters and as many of momentum, by process:"
         lines += [f"a checkpoint of {what}", *columns(saving.rows(measured.used))]
     return "\n".join(lines)
-
-
-def make_work(options: Options, workers: int) -> Work:
-    """Return the work of `options.batch_size` samples per worker and step."""
-    samples = options.batch_size * workers
-    spec = WorkSpec(options.model, DATA, "", samples, ENDLESS, "float32", 0, LR, MOMENTUM)
-    work = Work(spec)
-    work.model.to(options.device)
-    return work
-
-
-def make_job(
-    options: Options,
-    exchange: Exchange,
-    micro_batches: int = 1,
-    virtual_workers: int | None = None,
-    build: Callable[[], torch.nn.Module] | None = None,
-) -> Job:
-    """Collective: return the work as a job of `train`, with a distributed optimizer.
-
-    `build`: makes another model.
-    """
-    work, device = make_work(options, exchange.size), torch.device(options.device)
-    if build is not None:
-        work.model = build()
-    shares: SharesLike = Shares(exchange.size)
-    if virtual_workers is not None:
-        shares = VirtualShares(Shares(virtual_workers), shares.sizes(virtual_workers))
-    job = Job(
-        model=work.model,
-        optimizers=(work.tuned_optimizer(),),
-        update=Update(work.model, device),
-        task=work.task,
-        data=work.task.build_data(),
-        feed=Feed(work.dataset.train, work.sampler, shares, micro_batches, everyone=False),
-        valid_shares=shares,
-        schedule=lambda step: LR,
-        total_steps=ENDLESS,
-        device=device,
-        intervals=Intervals(log=10, evaluation=1),
-    )
-    return job.distributed(exchange)
-
-
-def bare_step(options: Options, exchange: Exchange) -> Callable[[], None]:
-    """Return the step of a handwritten loop, a collective over several ranks."""
-    work = make_work(options, exchange.size)
-    batches, shares, optimizer = work.batches(), Shares(exchange.size), work.tuned_optimizer()
-    if exchange.size > 1:
-        optimizer = exchange.distribute(optimizer, work.model, reduction=AVERAGE)
-
-    def step() -> None:
-        indices = shares.of(next(batches).indices, exchange.rank)
-        inputs, labels = to_device(work.dataset.train.batch(indices), torch.device(options.device))
-        optimizer.zero_grad()
-        functional.cross_entropy(work.model(inputs), labels).backward()
-        optimizer.step()
-
-    return step
-
-
-def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDITS) -> Callable[[], None]:
-    """Return the step of `train`, a collective: weighted loss, sums over ranks, schedule, clock."""
-    steps = endless_steps(job, exchange.rank)
-    meter = Meter(exchange, job.sampler.samples, job.task.metrics)
-    numbers = itertools.count(1)
-
-    def step() -> None:
-        number = next(numbers)
-        meter.begin_step(number)
-        data = next(steps)
-        sums = train_step(job, exchange, audit, number, data, meter.clock)
-        meter.end_step(sums, number, data.samples)
-        if number % job.intervals.log == 0:
-            meter.read_interval()
-
-    return step
 
 
 def bench_step(options: Options, exchange: Exchange) -> Measured:
@@ -196,33 +132,29 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
     """
     if options.virtual_workers is not None:
         return _bench_virtual_workers(options, exchange, options.virtual_workers)
-    contestants, scripts, single = {}, {}, SingleProcess()
+    loops: dict[str, Exchange] = {BARE_ALONE: SingleProcess()}
     if exchange.size > 1:
-        contestants["bare Horovod loop"] = bare_step(options, exchange)
-        horovod = bare_loader_step(options, make_work(options, exchange.size), exchange)
-        scripts["bare Horovod loop"] = horovod
-    alone = bare_step(options, single)
-    contestants["bare single-device loop"] = alone
-    scripts["bare single-device loop"] = bare_loader_step(options, make_work(options, 1), single)
-    nothing = torch.zeros(1, device=options.device)
+        loops = {BARE_HOROVOD: exchange} | loops
+    contestants = {name: bare_step(options, between) for name, between in loops.items()}
+    alone, nothing = contestants[BARE_ALONE], torch.zeros(1, device=options.device)
 
     def in_step() -> None:
         alone()
         exchange.sum_later(nothing, "hvdtrain.bench.step")()
 
     if exchange.size > 1:
-        contestants["bare single-device loop, in step"] = in_step
+        contestants[f"{BARE_ALONE}, in step"] = in_step
     contestants[OURS] = our_step(make_job(options, exchange), exchange)
-    loop_step = script_step(options, make_work(options, exchange.size), exchange)
-    over_loader = {
-        f"{name}{OVER_LOADER}": step for name, step in (scripts | {SCRIPT: loop_step}).items()
+    scripts = {
+        f"{name}{OVER_LOADER}": bare_loader_step(options, between)
+        for name, between in loops.items()
     }
-    seconds = run_rounds(contestants | over_loader, options, exchange)
+    our_script = f"{SCRIPT}{OVER_LOADER}"
+    further = scripts | {our_script: script_step(options, exchange)}
+    seconds = run_rounds(contestants | further, options, exchange)
     ratios = {name: ratio(seconds[OURS], seconds[name]) for name in contestants if name != OURS}
-    ours = seconds[f"{SCRIPT}{OVER_LOADER}"]
     for name in scripts:
-        of_script = f"{SCRIPT} to {name}{OVER_LOADER}"
-        ratios[of_script] = ratio(ours, seconds[f"{name}{OVER_LOADER}"])
+        ratios[f"{SCRIPT} to {name}"] = ratio(seconds[our_script], seconds[name])
     return Measured(seconds, ratios)
 
 
@@ -245,19 +177,20 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
     """
     if exchange.size < 2:
         raise UsageError("bench audit: one worker exchanges nothing: use hvdtrain launch -np 2")
-    job = make_job(options, exchange)
-    ring = exchange.ring()
-    contestants = {WITHOUT: our_step(job, exchange)}
-    for name, parts in ((PART, PARTS), (WHOLE, 1)):
-        check = BoundCheck(ring, job.reduction)
-        audit = Auditor(job.model, ring, every=1, check=check, parts=parts)
-        contestants[name] = our_step(job, exchange, audit)
+    job, ring = make_job(options, exchange), exchange.ring()
+    audited = partial(Auditor, job.model, ring, every=1)
     setting = StepConditions(ENDLESS, torch.get_num_threads())
-    tracer = Tracer(job, exchange, setting, lambda step: True, lambda record: None)
-    contestants[TRACED] = our_step(job, exchange, tracer)
-    one_host, every, seed = [""] * exchange.size, 1, 0
-    computed = ComputeAudit(job, exchange, one_host, every, seed, lambda step, agree: None)
-    contestants[COMPUTED] = our_step(job, exchange, computed)
+    one_host = [""] * exchange.size
+    audits: dict[str, Audit] = {
+        WITHOUT: Audits(),
+        PART: audited(check=BoundCheck(ring, job.reduction), parts=PARTS),
+        WHOLE: audited(check=BoundCheck(ring, job.reduction), parts=1),
+        TRACED: Tracer(job, exchange, setting, lambda step: True, lambda record: None),
+        COMPUTED: ComputeAudit(
+            job, exchange, one_host, every=1, seed=0, on_record=lambda step, agree: None
+        ),
+    }
+    contestants = {name: our_step(job, exchange, audit) for name, audit in audits.items()}
     seconds = run_rounds(contestants, options, exchange)
     ring.close()
     ratios = {n: ratio(seconds[n], seconds[WITHOUT]) for n in contestants if n != WITHOUT}
@@ -308,6 +241,83 @@ def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
         memory = saving.measure(options.megabytes, Path(folder, "memory")) if alone else {}
     ratios = {n: ratio(seconds[n], seconds[NO_CHECKPOINTS]) for n in (BACKGROUND, WAITED)}
     return Measured(seconds, ratios, used=memory)
+
+
+def bench_ring(options: Options, exchange: Exchange) -> Measured:
+    """Collective: measure the seconds for a sum of `options.megabytes` of float32, and our speed
+    relative to the others'. Raises UsageError for a single process.
+    """
+    if exchange.size < 2:
+        raise UsageError("bench ring: a ring has 2 ranks or more: use hvdtrain launch -np 2")
+    ring = exchange.ring()
+    sums: dict[str, Sum] = {OUR_RING: lambda values: all_reduce(values, ring, out=values)}
+    over_mpi = MpiTransport() if exchange.controller == "mpi" else None
+    if over_mpi:
+        sums["our ring over MPI"] = lambda values: all_reduce(values, over_mpi, out=values)
+        sums["mpi4py Allreduce"] = over_mpi.library_sum
+    else:
+        sums["torch.distributed"] = _join_torch_distributed(exchange)
+    sums["Horovod"] = lambda values: exchange.sum_later(
+        torch.from_numpy(values), "hvdtrain.bench.sum"
+    )().numpy()
+    length = max(int(options.megabytes * 1e6) // ITEM_BYTES, 1)
+    # Zeros stay as they are in repeated sums in place; unlike np.zeros, np.full commits the memory.
+    contestants: dict[str, Callable[[], object]] = {
+        name: partial(add, np.full(length, 0, np.float32)) for name, add in sums.items()
+    }
+    if options.device != CPU.type:
+
+        def on_gpu(values: torch.Tensor) -> torch.Tensor:
+            return exchange.sum_later(values.to(options.device), "hvdtrain.bench.sum_on_gpu")()
+
+        sums[ON_GPUS] = lambda values: on_gpu(torch.from_numpy(values)).cpu().numpy()
+        contestants[ON_GPUS] = partial(on_gpu, torch.zeros(length, device=options.device))
+    for name, add in sums.items():
+        _check_sum(name, add, length, exchange)
+    seconds = run_rounds(contestants, options, exchange)
+    ring.close()
+    if over_mpi:
+        over_mpi.close()
+    else:
+        distributed.destroy_process_group()
+    others = [name for name in sums if name != OUR_RING]
+    ratios = {f"our speed / {name}": ratio(seconds[name], seconds[OUR_RING]) for name in others}
+    return Measured(seconds, ratios, megabytes=length * ITEM_BYTES / 1e6)
+
+
+def _join_torch_distributed(exchange: Exchange) -> Sum:
+    """Collective: return the sum by torch's own Gloo group, over Horovod's interface."""
+    interface = os.environ["HOROVOD_GLOO_IFACE"]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    store_class = distributed.TCPStore  # type: ignore[attr-defined]  # public, but not listed
+    store: Any = None
+    if exchange.rank == 0:
+        address = address_of(interface)
+        assert address is not None  # Horovod has connected over it
+        store = store_class(address, 0, is_master=True, wait_for_workers=False)
+    endpoint = store and (store.host, store.port)
+    host, port = exchange.broadcast_object(endpoint, "hvdtrain.bench.store")
+    distributed.init_process_group(
+        "gloo",
+        store=store or store_class(host, port, is_master=False),
+        rank=exchange.rank,
+        world_size=exchange.size,
+        timeout=timedelta(seconds=60),
+    )
+
+    def torch_sum(values: Array) -> Array:
+        distributed.all_reduce(torch.from_numpy(values))
+        return values
+
+    return torch_sum
+
+
+def _check_sum(name: str, add: Sum, length: int, exchange: Exchange) -> None:
+    """Collective: raise TrainingError unless the contestant sums correctly."""
+    pattern = np.arange(length, dtype=np.int64) % 251  # such sums are exact in float32
+    total = add(((exchange.rank + 1) * pattern).astype(np.float32))
+    if not np.array_equal(total, pattern * sum(range(1, exchange.size + 1))):
+        raise TrainingError(f"{name}: the sum over {exchange.size} ranks is wrong")
 
 
 BENCHES: dict[str, Callable[[Options, Exchange], Measured]] = {

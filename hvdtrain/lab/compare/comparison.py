@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK, UsageError
-from hvdtrain.evidence.children import ChildFailure, guarded
+from hvdtrain.evidence.children import ChildFailure
+from hvdtrain.evidence.trials import scratch_folder
 from hvdtrain.files import write_json
 from hvdtrain.lab.compare.page import write_page
 from hvdtrain.lab.compare.rows import (
@@ -31,7 +31,7 @@ from hvdtrain.lab.compare.rows import (
     summary_line,
 )
 from hvdtrain.lab.systems import ORACLE, find_strategy
-from hvdtrain.lab.systems.contract import Spec, SystemOptions
+from hvdtrain.lab.systems.contract import Spec, SystemOptions, Traffic
 from hvdtrain.lab.systems.process import fork_server, run_system
 from hvdtrain.lab.systems.work import BY_SHARE, Work, WorkSpec
 from hvdtrain.launcher.horovodrun import find_controller
@@ -45,13 +45,11 @@ def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
     """Run all systems, one after the other; return the exit code."""
     StopRequests()  # a signal raises Stopped, and child processes are ended on the way out
     names = [ORACLE, *systems]
-    with guarded(), tempfile.TemporaryDirectory(prefix="hvdtrain-compare-") as folder:
+    with scratch_folder("compare") as folder:
         context = fork_server()
         setting = examine(make_plan(arguments, systems))
         say(f"{describe(setting)}\n{heading(names)}")
-        rows = compare(
-            setting, Path(folder), context, lambda row, single: say(line(row, names, single))
-        )
+        rows = compare(setting, folder, context, lambda row, single: say(line(row, names, single)))
     say("\n".join([*notes_of(rows, setting), summary_line(rows)]))
     write_json(arguments["json"], as_json(setting, rows))
     say(f"written to {write_page(rows, setting, arguments['output'])}")
@@ -133,8 +131,8 @@ def _run(
             raise ChildFailure(f"not run: its reference, {ORACLE}, failed")
         results = run_system(spec, strategy, setting.plan.controller, context)
     except ChildFailure as failure:
-        processes = strategy.processes(spec)
-        return Row(spec.system, strategy.what, FAILED, processes, problem=str(failure))
+        named = (spec.system, strategy.what, FAILED, strategy.processes(spec))
+        return Row(*named, problem=str(failure))
     return make_row(spec, strategy, results, setting.gradient_bytes, against, not setting.why_not)
 
 
@@ -155,13 +153,12 @@ def as_json(setting: Comparison, rows: Sequence[Row]) -> dict[str, Any]:
         "shape": setting.shape,
         "parameters": setting.parameters,
         "gradient_bytes": setting.gradient_bytes,
-        "rows": [_row_as_json(row) for row in rows],
+        "rows": [
+            asdict(row) | {"traffic": _by_rank(row.traffic), "formula": _by_rank(row.formula)}
+            for row in rows
+        ],
     }
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
-    values = asdict(row)
-    for name in ("traffic", "formula"):
-        by_rank = values[name]
-        values[name] = by_rank and {rank: total._asdict() for rank, total in by_rank.items()}
-    return values
+def _by_rank(traffic: Mapping[str, Traffic] | None) -> dict[str, Any] | None:
+    return None if traffic is None else {rank: t._asdict() for rank, t in traffic.items()}

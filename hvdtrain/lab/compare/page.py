@@ -30,8 +30,8 @@ from hvdtrain.lab.compare.rows import (
     summary_line,
 )
 from hvdtrain.report import charts
-from hvdtrain.report.charts import GREY, Plot
-from hvdtrain.report.page import NOTHING, Table, save, take_pictures, templates
+from hvdtrain.report.charts import GREY, Plot, label_rows, write_plots
+from hvdtrain.report.page import NOTHING, PAGE, Table, templates
 from hvdtrain.report.plots import PHASE_COLOURS
 from hvdtrain.train.clock import PHASES
 
@@ -40,6 +40,8 @@ SENT, RECEIVED = BLUE, charts.PALETTE[5]
 COLOURS = {ORACLE: GREY, AGREES: GREEN, REPORTED: BLUE, DISAGREES: RED}
 ROW_HEIGHT, MARGIN = 0.32, 1.1  # inches
 BAR = 0.66  # of a row
+LABEL_SIZE = 8
+ALPHAS = (0.9, 0.6)  # of bars side by side, in turn
 FAINTEST = 1e-17  # stands for a difference of zero on the logarithmic axis
 
 
@@ -48,7 +50,7 @@ def write_page(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
 
     Text from files or flags is escaped.
     """
-    pictures = take_pictures(draw_plots(rows))
+    plots = draw_plots(rows)
     template = templates(Path(__file__).parent).get_template("compare.html.jinja")
     page = template.render(
         title=f"{len(rows)} ways compared, N = {setting.plan.workers}",
@@ -58,16 +60,18 @@ def write_page(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
         systems=table_of_systems(rows),
         ranks=table_of_ranks(rows),
         notes=[(row.system, explain(row)) for row in rows],
-        pictures=pictures,
+        plots=plots,
         version=__version__,
     )
-    return save(page, pictures, folder)
+    return write_plots(plots, folder, {PAGE: page})[-1]
 
 
 def table_of_systems(rows: Sequence[Row]) -> Table:
     """Return a table with one row per system."""
-    columns = ["result", "samples/s", "× single", *(f"{phase}, ms" for phase in PHASES)]
-    columns += ["sent, MB", "received, MB", "rank", "source", "memory, MB"]
+    columns = [
+        *("result", "samples/s", "× single", *(f"{phase}, ms" for phase in PHASES)),
+        *("sent, MB", "received, MB", "rank", "source", "memory, MB"),
+    ]
     cells = [(row.system, cells_of(row, _single(rows))) for row in rows]
     return Table(columns, [(name, [cell or NOTHING for cell in texts]) for name, texts in cells])
 
@@ -78,17 +82,18 @@ def _single(rows: Sequence[Row]) -> Row | None:
 
 def table_of_ranks(rows: Sequence[Row]) -> Table:
     """Return a table with one row per rank that sends or receives: measured and by formula."""
-    columns = ["rank", "sent, MB", "received, MB", "messages", "source"]
-    columns += ["sent by formula, MB", "received by formula, MB"]
-    table = Table(columns, [])
-    for row in rows:
-        for rank, traffic in row.traffic.items():
-            messages = f"{traffic.messages:g}" if row.traffic_source != "sockets" else NOTHING
-            cells = [rank, *in_megabytes(traffic), messages, row.traffic_source]
-            theory = (row.formula or {}).get(rank)
-            cells += in_megabytes(theory) if theory else [NOTHING] * 2
-            table.rows.append((row.system, cells))
-    return table
+    columns = [
+        *("rank", "sent, MB", "received, MB", "messages", "source"),
+        *("sent by formula, MB", "received by formula, MB"),
+    ]
+    return Table(columns, [(row.system, _cells(row, rank)) for row in rows for rank in row.traffic])
+
+
+def _cells(row: Row, rank: str) -> list[str]:
+    traffic, theory = row.traffic[rank], (row.formula or {}).get(rank)
+    messages = f"{traffic.messages:g}" if row.traffic_source != "sockets" else NOTHING
+    by_formula = in_megabytes(theory) if theory else [NOTHING] * 2
+    return [rank, *in_megabytes(traffic), messages, row.traffic_source, *by_formula]
 
 
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
@@ -111,18 +116,26 @@ def _throughput(rows: Sequence[Row]) -> Plot:
     axes.barh(range(len(rows)), rates, BAR, color=[COLOURS[row.status] for row in rows])
     axes.set_xlim(0, max(rates) * 1.28)
     factors = [speedup(row, _single(rows)) for row in rows]
-    texts = [f"  (x {factor})" if factor else "" for factor in factors]
-    _label(axes, rates, [f"{rate:,.0f}{text}" for rate, text in zip(rates, texts, strict=True)])
-    caption = (
-        "Samples per second over all workers, and as a multiple of a single device. Green: judged, "
-        "same result; blue: reported only; red: different result."
+    texts = [
+        f"{rate:,.0f}  (x {factor})" if factor else f"{rate:,.0f}"
+        for rate, factor in zip(rates, factors, strict=True)
+    ]
+    label_rows(axes, rates, texts, LABEL_SIZE)
+    return Plot(
+        name="throughput",
+        title="Throughput",
+        caption=(
+            "Samples per second over all workers, and as a multiple of a single device. Green: "
+            "judged, same result; blue: reported only; red: different result."
+        ),
+        figure=figure,
     )
-    return Plot("throughput", "Throughput", caption, figure)
 
 
 def _phases(rows: Sequence[Row]) -> Plot:
-    x_label = "ms, mean over the ranks that compute"
-    figure, axes = _rows_chart(rows, "Time per step by phase", x_label)
+    figure, axes = _rows_chart(
+        rows, "Time per step by phase", "ms, mean over the ranks that compute"
+    )
     left = np.zeros(len(rows))
     for phase, colour in PHASE_COLOURS.items():
         values = np.array([1000 * row.phases_s[phase] for row in rows])
@@ -130,38 +143,46 @@ def _phases(rows: Sequence[Row]) -> Plot:
         left += values
     handles = [Patch(color=colour) for colour in PHASE_COLOURS.values()]
     charts.legend_below(figure, handles, list(PHASE_COLOURS))
-    caption = (
-        "Time per step by phase. An exchange that overlaps backward within a library counts as "
-        "compute; stages that wait for each other, and workers for servers, count it as exchange."
+    return Plot(
+        name="phases",
+        title="Time per step",
+        caption=(
+            "Time per step by phase. An exchange that overlaps backward within a library counts as "
+            "compute; stages that wait for each other, and workers for servers, count it as "
+            "exchange."
+        ),
+        figure=figure,
     )
-    return Plot("phases", "Time per step", caption, figure)
 
 
 def _traffic(rows: Sequence[Row]) -> Plot:
     figure, axes = _rows_chart(rows, "Bytes per step at the busiest rank", "MB")
-    ends = []
     for index, row in enumerate(rows):
         sent, received, _ = row.busiest[1]
         for offset, value, colour in ((-BAR / 4, sent, SENT), (BAR / 4, received, RECEIVED)):
-            style = {"color": colour}
-            if row.traffic_source == "formula":
-                style = {"facecolor": "none", "edgecolor": colour, "hatch": "////"}
+            hatched = {"facecolor": "none", "edgecolor": colour, "hatch": "////"}
+            style = hatched if row.traffic_source == "formula" else {"color": colour}
             axes.barh(index + offset, value / MB, BAR / 2, **style)  # type: ignore[arg-type]
-        ends.append(max(sent, received) / MB)
+    ends = [max(row.busiest[1][:2]) / MB for row in rows]
     axes.set_xlim(0, max(ends) * 1.42 or 1)
-    _label(axes, ends, [row.where for row in rows])
+    label_rows(axes, ends, [row.where for row in rows], LABEL_SIZE)
     charts.legend_below(figure, [Patch(color=SENT), Patch(color=RECEIVED)], ["sent", "received"])
-    caption = (
-        "Bytes sent and received per step by the rank with the most traffic: counted where "
-        "hvdtrain sends, read from the kernel's sockets where a library does (with its headers), "
-        "else computed by formula (hatched)."
+    return Plot(
+        name="traffic",
+        title="Bytes per step",
+        caption=(
+            "Bytes sent and received per step by the rank with the most traffic: counted where "
+            "hvdtrain sends, read from the kernel's sockets where a library does (with its "
+            "headers), else computed by formula (hatched)."
+        ),
+        figure=figure,
     )
-    return Plot("traffic", "Bytes per step", caption, figure)
 
 
 def _differences(rows: Sequence[Row]) -> Plot:
-    x_label = "largest difference / largest value of its tensor"
-    figure, axes = _rows_chart(rows, "Difference to single", x_label)
+    figure, axes = _rows_chart(
+        rows, "Difference to single", "largest difference / largest value of its tensor"
+    )
     axes.set_xscale("log")
     differences = [math.nan if row.difference is None else row.difference for row in rows]
     drawn = [max(value, FAINTEST) if math.isfinite(value) else 1.0 for value in differences]
@@ -169,16 +190,20 @@ def _differences(rows: Sequence[Row]) -> Plot:
     axes.hlines(range(len(rows)), FAINTEST, drawn, colors=colours, linewidth=1.2)
     axes.scatter(drawn, range(len(rows)), c=colours, s=36, zorder=3, clip_on=False)
     texts = [f"{value:.0e}" if value else "none" for value in differences]
-    _label(axes, [value * 1.8 for value in drawn], texts)
+    label_rows(axes, [value * 1.8 for value in drawn], texts, LABEL_SIZE)
     axes.axvline(TOLERANCE, color=RED, linestyle=(0, (4, 3)), linewidth=1)
     axes.set_xlim(FAINTEST, max([TOLERANCE, *drawn]) * 1e4)
-    handles = [Patch(color=GREEN), Patch(color=GREY)]
-    charts.legend_below(figure, handles, ["judged", "reported only"])
-    caption = (
-        f"Difference of the final parameters to those of single; dashed: the tolerance for "
-        f"synchronous systems in float64, {TOLERANCE:g}."
+    patches = [Patch(color=GREEN), Patch(color=GREY)]
+    charts.legend_below(figure, patches, ["judged", "reported only"])
+    return Plot(
+        name="difference",
+        title="Difference to single",
+        caption=(
+            f"Difference of the final parameters to those of single; dashed: the tolerance for "
+            f"synchronous systems in float64, {TOLERANCE:g}."
+        ),
+        figure=figure,
     )
-    return Plot("difference", "Difference to single", caption, figure)
 
 
 def _memory(rows: Sequence[Row]) -> Plot:
@@ -187,13 +212,18 @@ def _memory(rows: Sequence[Row]) -> Plot:
     for index, row in enumerate(rows):
         left = 0.0
         for number, size in enumerate(row.memory_bytes.values()):
-            alpha = 0.9 if number % 2 == 0 else 0.6
-            axes.barh(index, size / MB, BAR, left=left, color=BLUE, alpha=alpha)
+            axes.barh(index, size / MB, BAR, left=left, color=BLUE, alpha=ALPHAS[number % 2])
             left += size / MB
     axes.set_xlim(0, max(totals) * 1.14)
-    _label(axes, totals, [f"{total:,.0f}" for total in totals])
-    caption = "Peak memory of each process, side by side; shared libraries count for each of them."
-    return Plot("memory", "Peak memory", caption, figure)
+    label_rows(axes, totals, [f"{total:,.0f}" for total in totals], LABEL_SIZE)
+    return Plot(
+        name="memory",
+        title="Peak memory",
+        caption=(
+            "Peak memory of each process, side by side; shared libraries count for each of them."
+        ),
+        figure=figure,
+    )
 
 
 def _rows_chart(rows: Sequence[Row], title: str, x_label: str) -> tuple[Figure, Axes]:
@@ -204,10 +234,3 @@ def _rows_chart(rows: Sequence[Row], title: str, x_label: str) -> tuple[Figure, 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     return figure, axes
-
-
-def _label(axes: Axes, ends: Sequence[float], texts: Sequence[str]) -> None:
-    """Write a text behind the end of each row."""
-    style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": GREY}
-    for index, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        charts.set_text(axes.annotate(text, (end, index), (4, 0), **style))  # type: ignore[arg-type]

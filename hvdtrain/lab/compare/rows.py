@@ -5,6 +5,7 @@ A row is merged over the processes of its system, and compared with the row of `
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -153,13 +154,12 @@ def _traffic(results: Sequence[Result]) -> dict[str, Traffic]:
 
 def _figures(results: Sequence[Result]) -> dict[str, float]:
     """Merge figures over processes: maximum of names that end in _max, mean of the others."""
-    values: dict[str, list[float]] = {}
-    for result in results:
-        for name, value in result["figures"].items():
-            values.setdefault(name, []).append(value)
+    each = [result["figures"] for result in results]
     return {
-        name: (max if name.endswith("_max") else statistics.fmean)(per_process)
-        for name, per_process in values.items()
+        name: (max if name.endswith("_max") else statistics.fmean)(
+            [figures[name] for figures in each if name in figures]
+        )
+        for name in dict.fromkeys(itertools.chain(*each))
     }
 
 
@@ -168,10 +168,10 @@ def over_rounds(rows: Sequence[Row]) -> Row:
     for status in (DISAGREES, FAILED):
         if bad := next((row for row in rows if row.status == status), None):
             return bad
-    in_order = sorted(rows, key=lambda row: row.samples_per_s or 0.0)
     worst = max((row.difference for row in rows if row.difference is not None), default=None)
     rates = [row.samples_per_s for row in rows if row.samples_per_s is not None]
-    return replace(in_order[len(rows) // 2], difference=worst, rates=rates)
+    middle = sorted(rows, key=lambda row: row.samples_per_s or 0.0)[len(rows) // 2]
+    return replace(middle, difference=worst, rates=rates)
 
 
 def judge(difference: float | None, judged: bool) -> str:
@@ -282,18 +282,24 @@ def speedup(row: Row, single: Row | None) -> str:
 
 def notes_of(rows: Sequence[Row], setting: Comparison) -> list[str]:
     """Return the lines below the rows: details of each system, and how to read the figures."""
-    lines = [f"  {row.system}: {'; '.join(explain(row))}" for row in rows]
-    lines.append(
-        "  memory is the sum of the peaks of all processes; shared memory counts for each of them"
-    )
-    if setting.why_not:
-        lines.append(f"  results are reported, not judged: {setting.why_not}")
-    return lines
+    why_not = setting.why_not
+    return [
+        *(f"  {row.system}: {'; '.join(explain(row))}" for row in rows),
+        "  memory is the sum of the peaks of all processes; shared memory counts for each of them",
+        *([f"  results are reported, not judged: {why_not}"] if why_not else []),
+    ]
 
 
 def explain(row: Row) -> list[str]:
     """Return the details of a row: its processes, staleness, spread and notes."""
-    details = [row.what, _runs_as(row.processes)]
+    kinds = Counter(name.rstrip("0123456789 ") for name in row.processes)
+    runs_as = (
+        f"one {kind}"
+        if kind in row.processes
+        else f"{number} {kind} process{'' if number == 1 else 'es'}"
+        for kind, number in kinds.items()
+    )
+    details = [row.what, ", ".join(runs_as)]
     if row.status == FAILED:
         return [*details, row.problem]
     if {"staleness_mean", "staleness_max"} <= row.figures.keys():
@@ -313,14 +319,3 @@ def summary_line(rows: Sequence[Row]) -> str:
         if names := [row.system for row in rows if row.status == status]:
             parts.append(f"{', '.join(names)} {ending}")
     return f"compare: {'; '.join(parts) or f'only {SINGLE} was run'}"
-
-
-def _runs_as(processes: Sequence[str]) -> str:
-    """Count process names, as in '2 worker processes, 1 server process'."""
-    kinds = Counter(name.rstrip("0123456789 ") for name in processes)
-    return ", ".join(
-        f"one {kind}"
-        if kind in processes
-        else f"{number} {kind} process{'' if number == 1 else 'es'}"
-        for kind, number in kinds.items()
-    )

@@ -1,5 +1,7 @@
 """Several hosts on one switch, each with its own network, names, processes and sshd.
 
+They reach one another by SSH, with keys and a configuration that are not those of the machine.
+
 Each host, and the switch that connects them, is a `Node`. The bridge of the switch is in its own
 namespace, so that the network of the machine is not changed. Three hosts:
 
@@ -25,7 +27,6 @@ from pathlib import Path
 import psutil
 
 from hvdtrain.lab.hosts.node import UNSHARE, HostProcess, HostsError, Node, kill_all, run_tool
-from hvdtrain.lab.hosts.ssh_files import write_ssh_files
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 INTERFACE = "eth0"  # on every host
@@ -44,6 +45,22 @@ TOOLS = {
     "ssh-keygen": "openssh-client",
     SSHD: "openssh-server",
 }
+# PYTHONPATH: a login on a host finds this package, as if it were installed there.
+SSHD_CONFIG = """\
+Port {port}
+ListenAddress 0.0.0.0
+ListenAddress ::
+HostKey "{folder}/host_key"
+PidFile none
+AuthorizedKeysFile .ssh/authorized_keys
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+UseDNS no
+PrintMotd no
+SetEnv "PYTHONPATH={python_path}"
+"""
 
 
 def why_not() -> str | None:
@@ -78,9 +95,8 @@ class NamespaceHost:
 class HostNetwork:
     """Hosts on one switch, each with an sshd; a context manager.
 
-    `hostfile` lists them with their slots. `folder` is for their files, and must be empty or
-    absent. Of /tmp, only `folder` and `visible` exist on the hosts. Methods take a host by its
-    index.
+    `folder` is for their files, and must be empty or absent. Of /tmp, only `folder` and `visible`
+    exist on the hosts. Methods take a host by its index.
     """
 
     def __init__(
@@ -98,7 +114,6 @@ class HostNetwork:
             for i, (name, count) in enumerate(zip(names, slots, strict=False), start=1)
         )
         assert len(self.hosts) == len(slots), "more hosts than names"
-        self.hostfile = folder / "hostfile"
         self._visible = _outermost([folder, *visible, PACKAGES, Path(sys.prefix)])
         self._switch: Node
         self._nodes: list[Node] = []
@@ -126,20 +141,15 @@ class HostNetwork:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    @property
-    def host_list(self) -> str:
-        """Return the hosts in the format of -H: alpha:1,beta:2,..."""
-        return ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
-
     def shape(self, bits_per_s: float, hosts: Sequence[int] | None = None) -> None:
         """Limit the links of hosts (None: all) to this many bits a second, in each direction.
 
         By a token bucket (tc-tbf(8)) at both ends of its cable.
         """
-        queue = ["root", "tbf", "rate", f"{bits_per_s:.0f}bit", "burst", f"{BURST_BYTES}b"]
-        queue += ["latency", f"{QUEUE_MS}ms"]
+        shaped = ("tc", "qdisc", "replace", "dev")
+        rate = ("rate", f"{bits_per_s:.0f}bit", "burst", f"{BURST_BYTES}b")
+        queue = ("root", "tbf", *rate, "latency", f"{QUEUE_MS}ms")
         for host in range(len(self._nodes)) if hosts is None else hosts:
-            shaped = ["tc", "qdisc", "replace", "dev"]
             self._nodes[host].tool(["net"], *shaped, INTERFACE, *queue)
             self._switch.tool(["net"], *shaped, f"port{host}", *queue)
 
@@ -154,21 +164,21 @@ class HostNetwork:
         """Start a command on a host; `options` are those of Popen (default: one output pipe)."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         search_paths = {"PATH": path, "PYTHONPATH": str(PACKAGES)}
-        environment = os.environ | search_paths | dict(variables or {})
         defaults = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
+            "cwd": cwd,
+            "env": os.environ | search_paths | dict(variables or {}),
         }
-        options = defaults | {"cwd": cwd, "env": environment} | options
-        self._started.append(HostProcess(self._nodes[host], command, **options))
+        self._started.append(HostProcess(self._nodes[host], command, **(defaults | options)))
         return self._started[-1]
 
     def processes(self, host: int | None = None) -> list[psutil.Process]:
         """Return the processes of a host (or of all), without its init and listening sshd."""
         listening = {process.inner.pid for process in self._sshds.values()}
         chosen = self._nodes if host is None else [self._nodes[host]]
-        alive = [process for node in chosen if node.is_alive for process in node.processes()]
+        alive = (process for node in chosen if node.is_alive for process in node.processes())
         return [process for process in alive if process.pid not in listening]
 
     def kill_since(self, before: Sequence[psutil.Process] = ()) -> None:
@@ -199,15 +209,33 @@ class HostNetwork:
         assert not self.folder.exists() or not any(self.folder.iterdir()), "folder in use"
         for host in self.hosts:
             host.folder.mkdir(parents=True)
-        lines = [f"{host.name} slots={host.slots}\n" for host in self.hosts]
-        self.hostfile.write_text("".join(lines))
-        names = ["127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"]
-        names += [f"{host.address} {host.name}\n" for host in self.hosts]
-        names += [f"{host.address6} {host.name}-v6\n" for host in self.hosts]
+        names = [
+            "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n",
+            *(f"{host.address} {host.name}\n" for host in self.hosts),
+            *(f"{host.address6} {host.name}-v6\n" for host in self.hosts),
+        ]
         (self.folder / "names").write_text("".join(names))
-        folders = {host.name: host.folder for host in self.hosts}
-        all_names = {host.name: host.names for host in self.hosts}
-        write_ssh_files(folders, all_names, self.ssh_port, PACKAGES)
+        self._write_ssh_files()
+
+    def _write_ssh_files(self) -> None:
+        """Write `ssh/` (the host's ~/.ssh), `host_key` and `sshd_config` into each host's folder.
+
+        All hosts share one key pair. Their known_hosts holds the host keys of all, under all names.
+        """
+        public, known_hosts, port = make_key(self.folder / "id_ed25519"), "", self.ssh_port
+        for host in self.hosts:
+            key = make_key(host.folder / "host_key")
+            patterns = [name if port == 22 else f"[{name}]:{port}" for name in host.names]
+            known_hosts += f"{','.join(patterns)} {key}\n"
+            text = SSHD_CONFIG.format(port=port, folder=host.folder, python_path=PACKAGES)
+            (host.folder / "sshd_config").write_text(text)
+        for host in self.hosts:
+            ssh_folder = host.folder / "ssh"
+            ssh_folder.mkdir(mode=0o700)
+            for name in ("id_ed25519", "id_ed25519.pub"):
+                shutil.copy2(self.folder / name, ssh_folder / name)
+            (ssh_folder / "authorized_keys").write_text(f"{public}\n")
+            (ssh_folder / "known_hosts").write_text(known_hosts)
 
     def _make_node(self, host: int) -> Node:
         home = Path("~/.ssh").expanduser()
@@ -223,9 +251,11 @@ class HostNetwork:
         """Connect the host to the switch, and assign the addresses to its interface."""
         node, port, its = self._nodes[host], f"port{host}", self.hosts[host]
         hardware = f"02:00:00:77:00:{host + 1:02x}"  # the same after a restart: others cache it
-        cable = f"link add {port} type veth peer name {INTERFACE} netns {node.pid}"
-        cable += f" address {hardware}"
-        plug = [cable, f"link set {port} master bridge0", f"link set {port} up"]
+        plug = [
+            f"link add {port} type veth peer name {INTERFACE} netns {node.pid} address {hardware}",
+            f"link set {port} master bridge0",
+            f"link set {port} up",
+        ]
         self._switch.tool(["net"], "ip", "-batch", "-", lines=plug)
         addresses = [
             "link set lo up",
@@ -244,10 +274,15 @@ class HostNetwork:
             process.discard()
 
 
+def make_key(path: Path) -> str:
+    """Write a new key pair without a passphrase, and return the public key."""
+    run_tool(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", path.name, "-f", str(path)])
+    kind, key = path.with_suffix(".pub").read_text().split()[:2]
+    return f"{kind} {key}"
+
+
 def _outermost(folders: Sequence[Path]) -> list[Path]:
     """Return the folders below /tmp, without those inside another of them."""
-    roots: list[Path] = []
-    for folder in sorted(path.resolve() for path in folders):
-        if folder.is_relative_to("/tmp") and not any(folder.is_relative_to(root) for root in roots):
-            roots.append(folder)
-    return roots
+    resolved = {folder.resolve() for folder in folders}
+    below = {folder for folder in resolved if folder.is_relative_to("/tmp")}
+    return sorted(folder for folder in below if below.isdisjoint(folder.parents))

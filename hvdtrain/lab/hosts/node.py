@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import subprocess
 import sys
@@ -53,7 +52,11 @@ class Node:
             start_new_session=True,
         )
         try:
-            self._wait_until_ready()
+            assert self._keeper.stdout
+            readable, _, _ = select.select([self._keeper.stdout], [], [], TOOL_TIMEOUT_S)
+            text = self._keeper.stdout.readline().decode() if readable else "no answer"
+            if text != "ready\n":
+                raise HostsError(f"host {name} does not start: {text.strip()}")
             self._init = psutil.Process(self._keeper.pid).children()[0]
             self.pid = self._init.pid
             self._namespace = _pid_namespace(self.pid)
@@ -61,37 +64,23 @@ class Node:
             self.close()
             raise
 
-    def _wait_until_ready(self) -> None:
-        assert self._keeper.stdout
-        readable, _, _ = select.select([self._keeper.stdout], [], [], TOOL_TIMEOUT_S)
-        line: bytes = self._keeper.stdout.readline() if readable else b"no answer"
-        text = line.decode()
-        if text != "ready\n":
-            raise HostsError(f"host {self.name} does not start: {text.strip()}")
-
     @property
     def is_alive(self) -> bool:
         return self._keeper.poll() is None
 
     def tool(self, namespaces: Sequence[str], *command: str, lines: Sequence[str] = ()) -> str:
         """Run a tool of the machine in some of this node's namespaces. Raises HostsError."""
-        enter = ["nsenter", f"--target={self.pid}", *(f"--{name}" for name in namespaces)]
-        return run_tool([*enter, "--", *command], lines)
-
-    def path(self, path: Path | str) -> Path:
-        """Return a path of this node as seen from outside, including its private mounts."""
-        return Path(f"/proc/{self.pid}/root") / str(path).lstrip("/")
+        chosen = (f"--{name}" for name in namespaces)
+        return run_tool(["nsenter", f"--target={self.pid}", *chosen, "--", *command], lines)
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes that are alive on it, except its init."""
         processes = []
         for process in psutil.process_iter():
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 inside = process.pid != self.pid and _pid_namespace(process.pid) == self._namespace
                 if inside and process.status() != psutil.STATUS_ZOMBIE:
                     processes.append(process)
-            except (psutil.NoSuchProcess, OSError):
-                continue
         return processes
 
     def close(self) -> None:
@@ -134,10 +123,6 @@ class HostProcess(subprocess.Popen[str]):
             with contextlib.suppress(HostsError, psutil.NoSuchProcess):
                 self.inner.send_signal(sig)
 
-    def signal_group(self, sig: int) -> None:
-        """Send a signal to the command and its process group, as a terminal does."""
-        os.killpg(self.inner.pid, sig)  # enter.py has made it the leader of its group
-
     def discard(self) -> None:
         """Kill it if it runs, and close its pipes."""
         if self.poll() is None:
@@ -168,14 +153,6 @@ def kill_all(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def name_of(process: psutil.Process) -> str:
-    """Return the name of a process; empty if it has ended."""
-    try:
-        return str(process.name())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def _pid_namespace(pid: int) -> int:

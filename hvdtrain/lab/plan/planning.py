@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter, NullLocator, StrMethodFormatter
+from matplotlib.ticker import NullLocator, StrMethodFormatter
 
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.exchange.buckets import LEAST_BUCKET_BYTES
@@ -73,13 +73,12 @@ def run(arguments: dict[str, Any]) -> int:
     useful = {method: largest_useful(setting, method, most, least) for method in METHODS}
     say("\n".join([*describe(setting, network), *table(predictions)]))
     say("\n".join(describe_useful(useful, least)))
-    content = {
-        **asdict(setting),
+    results = {
         "network": asdict(network) if network else None,
         "predictions": [asdict(prediction) for prediction in predictions],
         "largest_useful": {method: asdict(one) for method, one in useful.items()},
     }
-    write_json(arguments["json"], content)
+    write_json(arguments["json"], asdict(setting) | results)
     plot = draw_plot(predictions, useful, least, profile.name)
     say(f"written to {write_plots([plot], arguments['output'])[0]}")
     return EXIT_OK
@@ -113,8 +112,8 @@ def make_setting(arguments: dict[str, Any], profile: Profile, network: Network |
     """Build the scenario from checked flags; `network` is used if they give no latency."""
 
     def link(prefix: str) -> Link:
-        bandwidth = arguments[f"{prefix}bandwidth_gbit_s"] * GIGA / BITS
-        return Link(arguments[f"{prefix}latency_us"] * MICRO, bandwidth)
+        bits_per_s = arguments[f"{prefix}bandwidth_gbit_s"] * GIGA
+        return Link(arguments[f"{prefix}latency_us"] * MICRO, bits_per_s / BITS)
 
     between = network.link if network else link("")
     inside = between if arguments["intra_latency_us"] is None else link("intra_")
@@ -129,7 +128,13 @@ def make_setting(arguments: dict[str, Any], profile: Profile, network: Network |
 
 def describe(setting: Scenario, network: Network | None) -> list[str]:
     """Return lines on the inputs of the predictions."""
-    cluster, cores = setting.cluster, setting.cores_per_host
+    profile, cluster, cores = setting.profile, setting.cluster, setting.cores_per_host
+    spread = "unknown: waiting for the slowest worker is not predicted"
+    if times := profile.step_times_s:
+        spread = (
+            f"{1000 * min(times):.2f} to {1000 * max(times):.2f} ms over "
+            f"{counted(len(times), 'step')}: a step waits for the slowest worker"
+        )
     source = "as given"
     if network:
         source = (
@@ -137,27 +142,11 @@ def describe(setting: Scenario, network: Network | None) -> list[str]:
             f"{100 * network.typical_residual:.0f} % from the fit typically (root mean square), "
             f"{100 * network.worst_residual:.0f} % at most"
         )
-    lines = _describe_profile(setting.profile)
-    lines.append(f"  network  {_describe_link(cluster.between)}; {source}")
-    if cluster.workers_per_host > 1:
-        each = counted(cluster.workers_per_host, "worker") + " each"
-        shared = f", which share {counted(cores, 'core')}" if cores else ""
-        lines.append(f"  hosts    {each}{shared}; inside {_describe_link(cluster.inside)}")
-    cycle = f"a cycle of {1000 * Queue().cycle_s:g} ms"
-    lines.append("  servers  one parameter server per host")
-    size = f"{LEAST_BUCKET_BYTES / (1 << 20):g} MiB"
-    lines.append(f"  queue    {cycle}, buckets of {size} or more, ranks agree on a tree")
-    return lines
-
-
-def _describe_profile(profile: Profile) -> list[str]:
-    times = profile.step_times_s
-    spread = "unknown: waiting for the slowest worker is not predicted"
-    if times:
-        spread = (
-            f"{1000 * min(times):.2f} to {1000 * max(times):.2f} ms over "
-            f"{counted(len(times), 'step')}: a step waits for the slowest worker"
-        )
+    shared = f", which share {counted(cores, 'core')}" if cores else ""
+    hosts = (
+        f"  hosts    {counted(cluster.workers_per_host, 'worker')} each{shared}; inside "
+        f"{_describe_link(cluster.inside)}"
+    )
     return [
         f"plan: {profile.name}, {counted(profile.batch_size, 'sample')} a worker, "
         f"{counted(len(profile.gradients), 'gradient')} of {profile.gradient_bytes / MB:.3f} MB",
@@ -165,6 +154,11 @@ def _describe_profile(profile: Profile) -> list[str]:
         f"forward {1000 * profile.forward_s:.2f}, backward {1000 * profile.backward_s:.2f}, "
         f"update {1000 * profile.update_s:.2f}); {profile.source}",
         f"  spread   {spread}",
+        f"  network  {_describe_link(cluster.between)}; {source}",
+        *([hosts] if cluster.workers_per_host > 1 else []),
+        "  servers  one parameter server per host",
+        f"  queue    a cycle of {1000 * Queue().cycle_s:g} ms, buckets of "
+        f"{LEAST_BUCKET_BYTES / (1 << 20):g} MiB or more, ranks agree on a tree",
     ]
 
 
@@ -177,15 +171,17 @@ def table(predictions: Sequence[Prediction]) -> list[str]:
 
     `predictions`: in the order of METHODS for each N.
     """
-    lines = [
+    starts = range(0, len(predictions), len(METHODS))
+    rows = [predictions[start : start + len(METHODS)] for start in starts]
+    return [
         " " * 7 + "".join(f"{method:>{COLUMNS_WIDTH}}" for method in METHODS),
         f"{'N':>7}" + f"{'ms a step':>12}{'effic.':>8}" * len(METHODS),
+        *(
+            f"{row[0].workers:>7,}"
+            + "".join(f"{1000 * one.step_s:12,.2f}{one.efficiency:8.3f}" for one in row)
+            for row in rows
+        ),
     ]
-    for start in range(0, len(predictions), len(METHODS)):
-        row = predictions[start : start + len(METHODS)]
-        cells = [f"{1000 * one.step_s:12,.2f}{one.efficiency:8.3f}" for one in row]
-        lines.append(f"{row[0].workers:>7,}" + "".join(cells))
-    return lines
 
 
 def describe_useful(useful: Mapping[str, LargestUsefulN], least: float) -> list[str]:
@@ -212,14 +208,14 @@ def draw_plot(
     counts = list(dict.fromkeys(p.workers for p in predictions))
     for index, method in enumerate(METHODS):
         rows = [p for p in predictions if p.method == method]
-        colour = look_of(index).colour
+        colour = look_of(index)["color"]
         style: dict[str, Any] = {"color": colour, "linewidth": 1.6, "marker": "o", "markersize": 3}
         upper.plot(counts, [row.efficiency for row in rows], **style)
         lower.plot(counts, [row.samples_per_s for row in rows], **style)
         at = useful[method].workers, useful[method].efficiency
         upper.scatter(*at, s=70, facecolors="none", edgecolors=colour, linewidths=1.4)
-    alone = predictions[0].samples_per_s
-    lower.plot(counts, [n * alone for n in counts], color=GREY, linestyle=(0, (1, 1.2)))
+    ideal = [n * predictions[0].samples_per_s for n in counts]
+    lower.plot(counts, ideal, color=GREY, linestyle=(0, (1, 1.2)))
     upper.axhline(least, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
     upper.set_ylim(0, 1.05)
     lower.set_yscale("log")
@@ -228,8 +224,11 @@ def draw_plot(
     shown = counts[:: 1 + len(counts) // (MOST_TICKS + 1)]
     lower.set_xticks(shown, [f"{n:,}" for n in shown])
     lower.xaxis.set_minor_locator(NullLocator())
-    lower.xaxis.set_minor_formatter(NullFormatter())
-    handles = [Line2D([], [], color=look_of(i).colour, linewidth=2.5) for i in range(len(METHODS))]
+    handles = [Line2D([], [], linewidth=2.5, **look_of(index)) for index in range(len(METHODS))]
     legend_below(figure, handles, [method.replace("_", " ") for method in METHODS])
-    caption = "Circles: the largest useful N; dotted: N times the throughput of one."
-    return Plot("scaling", "Predicted scaling", caption, figure)
+    return Plot(
+        name="scaling",
+        title="Predicted scaling",
+        caption="Circles: the largest useful N; dotted: N times the throughput of one.",
+        figure=figure,
+    )

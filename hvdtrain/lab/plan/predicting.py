@@ -277,10 +277,10 @@ def exchange(
 
 def in_buckets(gradients: Sequence[Gradient], bucket_bytes: int) -> list[Gradient]:
     """Return the messages in which gradients travel, each ready with the last gradient of it."""
-    groups = grouped([g.size_bytes for g in gradients], bucket_bytes)
+    sizes = [gradient.size_bytes for gradient in gradients]
     return [
-        replace(gradients[group[-1]], size_bytes=sum(gradients[i].size_bytes for i in group))
-        for group in groups
+        replace(gradients[group[-1]], size_bytes=sum(sizes[index] for index in group))
+        for group in grouped(sizes, bucket_bytes)
     ]
 
 
@@ -316,6 +316,5 @@ def largest_useful(
     first_bad = next(filter(is_bad, counts), None)
     if first_bad is not None:  # above 1, which has an efficiency of 1
         last_good = counts[counts.index(first_bad) - 1]
-        between = range(last_good + 1, first_bad)
-        workers = last_good + bisect_left(between, True, key=is_bad)
+        workers = last_good + bisect_left(range(last_good + 1, first_bad), True, key=is_bad)
     return LargestUsefulN(workers, predict(setting, method, workers).efficiency, first_bad is None)

@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.evidence.children import ChildFailure, CommandProcess, all_ended
+from hvdtrain.evidence.children import ChildFailure, run_command
 from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.plan.predicting import Link, negotiation_messages
 from hvdtrain.lab.plan.profiles import (
@@ -50,7 +50,11 @@ from hvdtrain.lab.plan.profiles import (
     wrong_rows,
     wrong_values,
 )
-from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv
+from hvdtrain.launcher.horovodrun import (
+    HorovodrunOptions,
+    horovodrun_argv,
+    horovodrun_environment,
+)
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.horovod import HorovodExchange
@@ -64,10 +68,12 @@ SHAPES = (
 REPEATS = 15  # after one warm-up
 DEFAULT_CYCLE_MS = 1.0  # Horovod's default
 LEAST_POINTS = 4  # one more than unknowns
-POLL_S = 0.05
-START_TIMEOUT_S = 60
 LIMIT_S = 120.0  # of a measurement, which takes some seconds
 ITERATIONS = 25  # of the weights, which converge in far fewer
+SEVERAL: Kind = (lambda n: is_count(n) and n > 1, "a whole number of at least 2 was expected")
+POSITIVE: Kind = (lambda s: is_seconds(s) and s > 0, "seconds above 0 were expected")
+FIELDS = {"workers": SEVERAL, "controller": TEXT, "cycle_s": SECONDS}
+POINT_FIELDS = {"tensors": COUNT, "size_bytes": COUNT, "seconds": POSITIVE}
 EXAMPLE = '{"tensors": 1, "size_bytes": 4096, "seconds": 0.002}'
 
 Floats = NDArray[np.float64]
@@ -157,12 +163,8 @@ def read_network(path: Path, flag: str = "--network") -> Network:
 
 
 def _problems(content: dict[str, Any]) -> Iterator[str]:
-    several: Kind = (lambda n: is_count(n) and n > 1, "a whole number of at least 2 was expected")
-    positive: Kind = (lambda s: is_seconds(s) and s > 0, "seconds above 0 were expected")
-    fields = {"workers": several, "controller": TEXT, "cycle_s": SECONDS}
-    yield from wrong_values(content, fields)
-    kinds = {"tensors": COUNT, "size_bytes": COUNT, "seconds": positive}
-    yield from wrong_rows(content, "points", LEAST_POINTS, kinds, EXAMPLE)
+    yield from wrong_values(content, FIELDS)
+    yield from wrong_rows(content, "points", LEAST_POINTS, POINT_FIELDS, EXAMPLE)
 
 
 def measure_network(controller: str) -> Network:
@@ -170,32 +172,19 @@ def measure_network(controller: str) -> Network:
 
     Raises TrainingError if they fail or exceed LIMIT_S.
     """
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as name:
-        folder = Path(name)
-        file = folder / "network.json"
-        options = HorovodrunOptions(2, controller, (("localhost", 2),), None, START_TIMEOUT_S)
-        worker = [*module_argv("hvdtrain.lab.plan.probe"), str(file)]
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as folder:
+        file = Path(folder, "network.json")
+        options = HorovodrunOptions(2, controller, [("localhost", 2)])
+        argv = horovodrun_argv(options, [*module_argv("hvdtrain.lab.plan.probe"), str(file)])
+        environment = horovodrun_environment(os.environ, {}, None)
         try:
-            _run(horovodrun_argv(options, worker), folder)
+            run_command(argv, environment, file.parent, LIMIT_S, "not finished after {:g} s")
         except ChildFailure as failure:
             raise TrainingError(
                 f"network: the measurement failed: {failure}\n"
                 "Give --latency-us and --bandwidth-gbit-s to skip the measurement"
             ) from failure
         return read_network(file, "probe")
-
-
-def _run(argv: Sequence[str], folder: Path) -> None:
-    """Run the command. Raises ChildFailure if it fails or exceeds LIMIT_S."""
-    child = CommandProcess(argv, folder / "process-0.log")
-    until = time.monotonic() + LIMIT_S
-    try:
-        while not all_ended([child], folder):
-            if time.monotonic() > until:
-                raise ChildFailure(f"not finished after {LIMIT_S:g} s")
-            time.sleep(POLL_S)
-    finally:
-        child.end()
 
 
 def time_all_reduces(exchange: HorovodExchange, cycle_s: float) -> list[Point]:
@@ -212,7 +201,7 @@ def time_all_reduces(exchange: HorovodExchange, cycle_s: float) -> list[Point]:
         for _ in range(1 + REPEATS):
             time.sleep(dice.uniform(0, 2 * cycle_s))
             started = time.perf_counter()
-            exchange.all_reduce(values, "sum", f"hvdtrain.probe.{size}", "together")
+            exchange.collective("allreduce", values, f"hvdtrain.probe.{size}", "together", op="sum")
             local_s.append(time.perf_counter() - started)
         by_rank: list[list[float]] = exchange.all_gather_object(local_s[1:], "hvdtrain.probe.times")
         from_last_submission = map(min, zip(*by_rank, strict=True))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ MOST_COUNT = 1 << 60
 EXAMPLE = '{"name": "weight", "size_bytes": 4096, "ready_s": 0.01}'
 FORWARD_SHARE = 1 / 3  # of the operations of a step; the backward pass takes twice as many
 WARM_UP_STEPS = 3
+PHASES = ("forward_s", "backward_s", "update_s")  # fields of a profile
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def read_profile(path: Path) -> Profile:
     of the file.
     """
     content = read_fields(path, "--profile", _problems)
-    gradients = [Gradient(**one) for one in content["gradients"]]
-    content["gradients"] = tuple(sorted(gradients, key=lambda gradient: gradient.ready_s))
+    gradients = sorted(content["gradients"], key=lambda gradient: gradient["ready_s"])
+    content["gradients"] = tuple(Gradient(**one) for one in gradients)
     content["step_times_s"] = tuple(content.get("step_times_s", ()))
     return Profile(**content)
 
@@ -141,8 +142,8 @@ def wrong_rows(
 def _problems(content: dict[str, Any]) -> Iterator[str]:
     fields = Profile.__dataclass_fields__
     yield from (f"{name}: no such field" for name in content if name not in fields)
-    phases = dict.fromkeys(("forward_s", "backward_s", "update_s"), SECONDS)
-    yield from wrong_values(content, {"name": TEXT, "batch_size": COUNT, **phases})
+    kinds = {"name": TEXT, "batch_size": COUNT, **dict.fromkeys(PHASES, SECONDS)}
+    yield from wrong_values(content, kinds)
     times = content.get("step_times_s", [])
     if not isinstance(times, list) or not all(is_seconds(one) and one > 0 for one in times):
         yield "step_times_s: a list of seconds above 0 was expected"
@@ -151,17 +152,8 @@ def _problems(content: dict[str, Any]) -> Iterator[str]:
         yield f"forward_s, backward_s: one of them must be at least {LEAST_S:g}"
     latest_s = backward_s if is_seconds(backward_s) else MOST_S
     ready: Kind = (lambda s: is_seconds(s) and s <= latest_s, "must be from 0 to backward_s")
-    kinds = {"name": TEXT, "size_bytes": COUNT, "ready_s": ready}
-    yield from wrong_rows(content, "gradients", 1, kinds, EXAMPLE)
-
-
-class StepTimes(NamedTuple):
-    """The seconds of one step."""
-
-    forward: float
-    backward: float
-    update: float
-    ready: dict[str, float]  # by parameter, from the beginning of the backward pass
+    of_gradient = {"name": TEXT, "size_bytes": COUNT, "ready_s": ready}
+    yield from wrong_rows(content, "gradients", 1, of_gradient, EXAMPLE)
 
 
 def measure_profile(spec: WorkSpec) -> Profile:
@@ -180,28 +172,28 @@ def measure_profile(spec: WorkSpec) -> Profile:
             f"({samples}); use a smaller batch or other data"
         )
     sizes = _sizes(work.model.named_parameters())
-    steps = [times for times in _time_steps(work) if set(times.ready) == set(sizes)]
+    steps = [step for step in _time_steps(work) if set(step[1]) == set(sizes)]
     if not steps:
         raise UsageError(f"--model={spec.model}: no step computed a gradient for every parameter")
+    phases, moments = zip(*steps, strict=True)
     gradients = [
-        Gradient(name, size, statistics.median(times.ready[name] for times in steps))
+        Gradient(name, size, statistics.median(ready[name] for ready in moments))
         for name, size in sizes.items()
     ]
     return Profile(
         name=f"{spec.model} on {spec.data}",
         batch_size=spec.global_batch_size,
-        forward_s=statistics.median(times.forward for times in steps),
-        backward_s=statistics.median(times.backward for times in steps),
-        update_s=statistics.median(times.update for times in steps),
+        **{phase: statistics.median(seconds[phase] for seconds in phases) for phase in PHASES},
         gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_s)),
-        step_times_s=tuple(times.forward + times.backward + times.update for times in steps),
+        step_times_s=tuple(sum(seconds.values()) for seconds in phases),
         source=f"measured here: {len(steps)} steps on the CPU, {torch.get_num_threads()} thread",
     )
 
 
-def _time_steps(work: Work) -> Iterator[StepTimes]:
-    """Yield the times of each step after the warm-up that has a full batch: the last one of an
-    epoch may be smaller.
+def _time_steps(work: Work) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+    """Yield, for each step after the warm-up that has a full batch (the last one of an epoch may be
+    smaller), the seconds by phase, and those from the beginning of the backward pass until a
+    gradient is ready, by parameter.
     """
     optimizer = work.tuned_optimizer()
     work.model.train()
@@ -222,10 +214,10 @@ def _time_steps(work: Work) -> Iterator[StepTimes]:
         loss.backward()
         update = clock()
         work.update(optimizer)
-        ended = clock()
+        seconds = (backward - begun, update - backward, clock() - update)
         if number >= WARM_UP_STEPS and len(batch.indices) == work.spec.global_batch_size:
             ready = {name: moment - backward for name, moment in moments.items()}
-            yield StepTimes(backward - begun, update - backward, ended - update, ready)
+            yield dict(zip(PHASES, seconds, strict=True)), ready
 
 
 def _sizes(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, int]:
@@ -255,8 +247,7 @@ def build_layers(model_name: str, data: str, data_dir: str) -> list[Layer]:
     # Without values a large network is built instantly; a plugin may need them.
     with nullcontext() if plugins.is_plugin(model_name) else torch.device("meta"):
         model = build_model(model_name, shape, classes, torch.float32)
-    layers: list[Layer] = plugins.call("--model", model_name, count_layers, model, shape)
-    return layers
+    return list(plugins.call("--model", model_name, count_layers, model, shape))
 
 
 def count_layers(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:

@@ -8,13 +8,19 @@ to Deep Learning" (2017), which introduces the second from the first; see also `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from numpy.typing import NDArray
 
-from hvdtrain.lab.systems.contract import Member, Messages, RingTraffic, Spec, Strategy, Traffic
+from hvdtrain.lab.systems.contract import (
+    CountedTransport,
+    Member,
+    Messages,
+    RingTraffic,
+    Spec,
+    Strategy,
+    Traffic,
+)
 from hvdtrain.lab.systems.work import GlobalBatch, Work, flatten_gradients, trained
 from hvdtrain.ring import Transport, all_reduce
 from hvdtrain.ring.transports.tcp import TcpTransport, listen
@@ -86,34 +92,12 @@ class Ring(RingTraffic, SumOverRanks):
         all_reduce(values, self._ring, out=values)
 
 
-class CountedTransport:
-    """A ring transport that counts its traffic."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.rank = transport.rank
-        self.size = transport.size
-        self.close = transport.close
-        self.traffic = Traffic()
-        self._transport = transport
-
-    def sendrecv(
-        self,
-        outgoing: NDArray[Any],
-        incoming: NDArray[Any],
-        *,
-        backwards: bool = False,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> None:
-        self._transport.sendrecv(outgoing, incoming, backwards=backwards, meanwhile=meanwhile)
-        self.traffic = self.traffic.plus(outgoing.nbytes, incoming.nbytes)
-
-
 def _connect(member: Member) -> Transport:
     """Collective: connect the ring; ports are exchanged in the store of the processes."""
     store = member.open_store()
     listener = listen(HOST)
     store.set(f"port of {member.number}", str(listener.getsockname()[1]))
-    ports = [int(store.get(f"port of {number}")) for number in range(member.processes)]
-    addresses = [(HOST, port) for port in ports]
+    numbers = range(member.processes)
+    addresses = [(HOST, int(store.get(f"port of {number}"))) for number in numbers]
     token = bytes.fromhex(member.spec.token)
     return TcpTransport(member.number, listener, addresses, token, member.spec.time_limit_s)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import distributed
 
 from hvdtrain.lab.systems.work import GlobalBatch, Work, WorkSpec, parameters_of
+from hvdtrain.ring import Transport
 
 LOOPBACK = "lo"  # all processes are on this machine
 
@@ -83,9 +85,8 @@ class Strategy:
         """Collective: every process of the system constructs one."""
         self.work = work
         self.member = member
-        self.link: CountedConnection | None = (
-            None  # to the other processes, where hvdtrain sends by itself
-        )
+        # To the other processes, where hvdtrain sends by itself.
+        self.link: Messages | CountedTransport | None = None
 
     @classmethod
     def processes(cls, spec: Spec) -> list[str]:
@@ -164,14 +165,6 @@ class Traffic(NamedTuple):
         return Traffic(*(total / steps for total in self))
 
 
-class CountedConnection(Protocol):
-    """A connection that counts its traffic."""
-
-    traffic: Traffic
-
-    def close(self) -> None: ...
-
-
 def join_group(member: Member) -> None:
     """Collective: join the torch process group, over Gloo, of all processes of the system."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
@@ -214,8 +207,10 @@ class Messages:
 
     def exchange(self, outgoing: Tensors, incoming: Tensors) -> None:
         """Send to and receive from several processes at the same time."""
-        requests = [distributed.isend(tensor, to) for to, tensor in outgoing.items()]
-        requests += [distributed.irecv(tensor, source) for source, tensor in incoming.items()]
+        requests = [
+            *(distributed.isend(tensor, to) for to, tensor in outgoing.items()),
+            *(distributed.irecv(tensor, source) for source, tensor in incoming.items()),
+        ]
         for request in filter(None, requests):  # None: only outside the group
             request.wait()
         for tensor in outgoing.values():
@@ -226,6 +221,28 @@ class Messages:
     def close(self) -> None:
         """Collective: leave the group."""
         leave_group()
+
+
+class CountedTransport:
+    """A ring transport that counts its traffic."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank = transport.rank
+        self.size = transport.size
+        self.close = transport.close
+        self.traffic = Traffic()
+        self._transport = transport
+
+    def sendrecv(
+        self,
+        outgoing: NDArray[Any],
+        incoming: NDArray[Any],
+        *,
+        backwards: bool = False,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
+        self._transport.sendrecv(outgoing, incoming, backwards=backwards, meanwhile=meanwhile)
+        self.traffic = self.traffic.plus(outgoing.nbytes, incoming.nbytes)
 
 
 # Offsets in struct tcp_info of linux/tcp.h: tcpi_bytes_received, tcpi_notsent_bytes (written, but

@@ -29,8 +29,8 @@ class ModelParallel(Strategy):
         self.link = self._messages = Messages(member)
         stages = cut_into_stages(work.model, member.workers)
         self._dtype = DTYPES[work.spec.dtype]
-        sample = torch.zeros((1, *work.dataset.shape), dtype=self._dtype)
-        self._shapes = shapes_between(stages, sample)
+        one_sample = torch.zeros((1, *work.dataset.shape), dtype=self._dtype)
+        self._shapes = shapes_between(stages, one_sample)
         self._last = len(stages) - 1
         self._stage = stages[member.number] if member.number <= self._last else None
         if self._stage:

@@ -84,8 +84,7 @@ class ParameterServer(Strategy):
 
     @classmethod
     def processes(cls, spec: Spec) -> list[str]:
-        servers = [f"server {number}" for number in range(spec.servers)]
-        return super().processes(spec) + servers
+        return super().processes(spec) + [f"server {number}" for number in range(spec.servers)]
 
     @classmethod
     def formula(cls, spec: Spec, size: int) -> Mapping[str, Traffic]:

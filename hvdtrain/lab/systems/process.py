@@ -24,7 +24,16 @@ import torch
 from safetensors.torch import save_file
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, HvdtrainError
-from hvdtrain.evidence.children import ONE_THREAD, Child, CommandProcess, Result, read_json, watch
+from hvdtrain.evidence.children import (
+    LATE,
+    ONE_THREAD,
+    Child,
+    CommandProcess,
+    Result,
+    read_json,
+    watch,
+)
+from hvdtrain.files import replace_file
 from hvdtrain.interpreter import module_argv, peak_memory, started_elsewhere
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.lab.systems.contract import Member, Spec, Strategy
@@ -33,7 +42,6 @@ from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv, in_
 from hvdtrain.topology import Topology
 
 WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps
-START_TIMEOUT_S = 60
 PRELOADED = ["hvdtrain.lab.systems.process", "torch._dynamo"]  # optimizers import the latter
 
 
@@ -74,12 +82,12 @@ def run_system(
     children: list[Child] = []
     try:
         start_system(spec, strategy, controller, context, children)
-        watch(children, folder, deadline, spec.time_limit_s)
+        watch(children, folder, deadline, LATE.format(spec.time_limit_s))
     finally:
         for child in children:
             child.end()
-    count = len(strategy.processes(spec))
-    return [read_json(folder / f"process-{number}.json") for number in range(count)]
+    numbers = range(len(strategy.processes(spec)))
+    return [read_json(folder / f"process-{number}.json") for number in numbers]
 
 
 def start_system(
@@ -96,20 +104,24 @@ def start_system(
     """
     folder = Path(spec.folder)
     folder.mkdir(mode=0o700)
-    path = folder / "spec.json"
-    path.write_text(json.dumps(asdict(spec)), "utf-8")
+    argv = write_spec(spec)
     if strategy.under_horovodrun:
-        worker = [*module_argv("hvdtrain.lab.systems.process"), str(path)]
-        command = in_own_session(worker)
-        hosts = (("localhost", spec.workers),)
-        options = HorovodrunOptions(spec.workers, controller, hosts, None, START_TIMEOUT_S)
-        children.append(CommandProcess(horovodrun_argv(options, command), folder / "process-0.log"))
+        options = HorovodrunOptions(spec.workers, controller, [("localhost", spec.workers)])
+        command = horovodrun_argv(options, in_own_session(argv))
+        children.append(CommandProcess(command, folder / "process-0.log"))
         return
     for number in range(len(strategy.processes(spec))):
         log = folder / f"process-{number}.log"
-        process = context.Process(target=run_forked, args=(str(path), number, str(log)))
+        process = context.Process(target=run_forked, args=(argv[-1], number, str(log)))
         process.start()
         children.append(ForkedProcess(process))
+
+
+def write_spec(spec: Spec) -> list[str]:
+    """Write the specification to its folder; return the command of each of its processes."""
+    path = Path(spec.folder) / "spec.json"
+    path.write_text(json.dumps(asdict(spec)), "utf-8")
+    return [*module_argv("hvdtrain.lab.systems.process"), str(path)]
 
 
 def run_forked(spec_path: str, number: int, log_path: str) -> None:
@@ -127,36 +139,36 @@ def run(spec_path: Path, number: int) -> int:
     spec = Spec(**values | {"work": WorkSpec(**values["work"])})
     target = Path(spec.folder) / f"process-{number}"
     try:
-        content = take_part(spec, number, target)
+        content, code = take_part(spec, number, target), EXIT_OK
     except Exception as error:
         traceback.print_exc()
         kind = "" if isinstance(error, HvdtrainError) else f"{type(error).__name__}: "
-        _write(target, {"error": f"{kind}{error}", "failed_at": time.time()})
+        content, code = {"error": f"{kind}{error}", "failed_at": time.time()}, EXIT_FAILED
+    # Atomically: it may be read while other processes still run.
+    replace_file(Path(f"{target}.json"), [json.dumps(content)])
+    if code:
         sys.stderr.flush()
-        os._exit(EXIT_FAILED)  # other processes may be blocked, so collective cleanup could hang
-    _write(target, content)
-    return EXIT_OK
+        os._exit(code)  # other processes may be blocked, so collective cleanup could hang
+    return code
 
 
 def take_part(spec: Spec, number: int, target: Path) -> dict[str, Any]:
     """Collective: run all steps, save the parameters, return the measurements."""
     torch.set_num_threads(1)
     strategy_class = find_strategy(spec.system)
-    work = Work(spec.work)
     member = Member(number, len(strategy_class.processes(spec)), spec)
-    strategy = strategy_class(work, member)
+    strategy = strategy_class(Work(spec.work), member)
     measured = run_steps(strategy)
-    parameters = strategy.parameters()
-    if parameters:
+    if parameters := strategy.parameters():
         save_file({n: v.contiguous() for n, v in parameters.items()}, f"{target}.safetensors")
-    content = measured | {
+    measured |= {
         "name": strategy.name,
         "peak_memory_bytes": peak_memory(),
         "notes": strategy.notes(),
         "figures": strategy.figures(),
     }
     strategy.close()
-    return content
+    return measured
 
 
 def run_steps(strategy: Strategy) -> dict[str, Any]:
@@ -183,13 +195,6 @@ def run_steps(strategy: Strategy) -> dict[str, Any]:
         "phases_s": {name: seconds / steps for name, seconds in work.clock.read().items()},
         "traffic": traffic,
     }
-
-
-def _write(target: Path, content: dict[str, Any]) -> None:
-    """Write the JSON file atomically: it may be read while other processes still run."""
-    beside = Path(f"{target}.tmp")
-    beside.write_text(json.dumps(content), "utf-8")
-    beside.replace(f"{target}.json")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import nn
 from hvdtrain.data import GlobalBatchSampler, Shares, load_dataset
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Batch
+from hvdtrain.exchange.gpus import synchronize
 from hvdtrain.models import build_model, fit_dataset
 from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Settings
@@ -35,10 +36,10 @@ class WorkSpec:
     data_dir: str
     global_batch_size: int
     steps: int
-    dtype: str
-    seed: int
-    lr: float
-    momentum: float
+    dtype: str = "float32"
+    seed: int = 0
+    lr: float = 0.01
+    momentum: float = 0.9
 
 
 class GlobalBatch(NamedTuple):
@@ -110,8 +111,8 @@ class Work:
     def load(self, indices: Indices, epoch: int) -> Batch:
         """Load these samples, in the phase `data`."""
         self.clock.enter("data")
-        inputs, labels = self.dataset.train.batch(indices, epoch)
-        return inputs, labels
+        batch: Batch = self.dataset.train.batch(indices, epoch)
+        return batch
 
     def add_gradient(self, model: nn.Module, batch: Batch, divisor: float) -> None:
         """Add the gradient of (sum of these samples' losses) / `divisor` to each `.grad`."""
@@ -133,9 +134,7 @@ class Work:
         """Run the optimizer and end the step, once a device has computed it."""
         self.clock.enter("update")
         optimizer.step()
-        device = next(self.model.parameters()).device
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        synchronize(next(self.model.parameters()).device)
         self.clock.leave()
 
 

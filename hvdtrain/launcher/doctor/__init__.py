@@ -3,14 +3,15 @@
 probe            runs on each host: gathers facts, listens, connects to the other hosts
 facts            its facts: software, user, paths, cores, memory, limits, disks
 gpu_facts        its facts: GPUs, as the driver reports them
-sessions         the launcher's end of a probe; the findings for hosts that do not answer
+sessions         the launcher's end of a probe
+ssh_failures     the findings for hosts that do not answer
 small_packets    what finds that large packets are lost on the way to a host
-checks           facts -> findings: software, users, paths, the network between hosts
-machine_checks   facts -> findings: cores, memory, disks, libraries, clocks
+checks           facts -> findings: software, users, the network between hosts
+machine_checks   facts -> findings: cores, memory, disks, paths, libraries, clocks
 gpu_checks       facts -> findings: GPUs, beside torch and Horovod
 ring             `hvdtrain verify` over all hosts
-burn_in          `--burn-in`: trainings with a known answer on all cores and GPUs
-burn_in_checks   their results -> findings: which core or GPU is wrong
+burn_in          `--burn-in`: trainings with a known answer on all cores and GPUs, and the findings:
+                 which core or GPU is wrong
 trainings        the host's end of it: one training on each core and GPU, run by the probe
 examination      all checks, and `preflight`, the quick part with which `launch` begins
 """
@@ -18,7 +19,7 @@ examination      all checks, and `preflight`, the quick part with which `launch`
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Status = Literal["ok", "warn", "fail"]
@@ -50,7 +51,33 @@ class Finding:
     fix: str = ""
 
 
+@dataclass
+class HostCheck:
+    """The findings of one check so far, and what is shown of hosts without any."""
+
+    name: str
+    findings: list[Finding] = field(default_factory=list)
+    shown: dict[str, str] = field(default_factory=dict)  # by host
+
+    def add(self, host: str, status: Status, text: str, fix: str = "") -> None:
+        """Add a finding."""
+        self.findings.append(Finding(self.name, status, host, text, fix))
+
+    def or_ok(self, text: str) -> list[Finding]:
+        """Return the findings; without any, one for all hosts that is ok."""
+        return self.findings or [Finding(self.name, "ok", ALL_HOSTS, text)]
+
+    def or_shown(self) -> list[Finding]:
+        """Return the findings; without any, what is shown: in one if all hosts are alike."""
+        if len(texts := set(self.shown.values())) == 1:
+            return self.or_ok(texts.pop())
+        return self.findings or [
+            Finding(self.name, "ok", host, text) for host, text in self.shown.items()
+        ]
+
+
 ByHost = Mapping[str, Facts]  # by host.address
+Slots = Mapping[str, int]  # number of workers by host.address
 
 
 def values_of(facts: ByHost, name: str) -> Iterator[tuple[str, Any]]:
@@ -62,6 +89,11 @@ def values_of(facts: ByHost, name: str) -> Iterator[tuple[str, Any]]:
     )
 
 
+def list_by_host(values: Mapping[str, Any]) -> str:
+    """Return pairs of host and value as text."""
+    return ", ".join(f"{host} {value}" for host, value in values.items())
+
+
 def failed(findings: Iterable[Finding]) -> bool:
     """Return whether any check failed."""
     return any(finding.status == "fail" for finding in findings)
@@ -69,17 +101,16 @@ def failed(findings: Iterable[Finding]) -> bool:
 
 def format_findings(findings: Iterable[Finding]) -> str:
     """Return one line per finding, its fix below; hosts with the same finding share a line."""
-    hosts: dict[tuple[str, str, str, str], list[str]] = {}
+    hosts: dict[Finding, list[str]] = {}
     for finding in findings:
-        key = (finding.status, finding.check, finding.text, finding.fix)
-        hosts.setdefault(key, []).append(finding.host)
+        hosts.setdefault(replace(finding, host=ALL_HOSTS), []).append(finding.host)
     lines = []
-    for (status, check, text, fix), affected in hosts.items():
+    for finding, affected in hosts.items():
         named = ", ".join(filter(None, affected))
-        prefix = f"{named}: " if named else ""
-        lines.append(f"{status:<{STATUS_WIDTH}}{check:<{CHECK_WIDTH}}{prefix}{text}")
-        if fix:
-            lines.append(f"{'':<{STATUS_WIDTH + CHECK_WIDTH}}fix: {fix}")
+        text = f"{named}: {finding.text}" if named else finding.text
+        lines.append(f"{finding.status:<{STATUS_WIDTH}}{finding.check:<{CHECK_WIDTH}}{text}")
+        if finding.fix:
+            lines.append(f"{'':<{STATUS_WIDTH + CHECK_WIDTH}}fix: {finding.fix}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Checks of software, users, paths, and the network between hosts: pure, facts -> findings."""
+"""Checks between hosts: software, users, names, network. Pure, facts -> findings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from hvdtrain.launcher.doctor import (
     ByHost,
     Facts,
     Finding,
+    HostCheck,
+    Slots,
     Status,
+    list_by_host,
     values_of,
 )
 
-SAME_EVERYWHERE = ("torch", "torchvision", "horovod")
-NEEDED = {"torch", "horovod"}
+# Packages that are the same everywhere, and the status where there is none at all.
+IF_ABSENT: Mapping[str, Status] = {"torch": "fail", "torchvision": "warn", "horovod": "fail"}
 CHECKED_ELSEWHERE = {"ticket", "listener", "shm"}  # their errors have a check of their own
-REBUILD = "build it for this torch: `hvdtrain install-horovod`"
 INSTALL = "launch/setup installs everything that is needed, in .venv"
 # Interfaces of container engines and virtual machines: their addresses often repeat on each host.
 VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "podman", "lxc")
@@ -42,31 +44,37 @@ def check_gathered(facts: ByHost) -> list[Finding]:
 def check_python(facts: ByHost, here: Facts) -> list[Finding]:
     """Check that Python is the same everywhere; a different patch release is a warning."""
     wanted = str(here.get("python"))
-    findings = []
-    for host, version in values_of(facts, "python"):
-        if version != wanted:
-            same_minor = version.split(".")[:2] == wanted.split(".")[:2]
-            text = f"Python {version}, but {wanted} on {THIS_MACHINE}"
-            fix = f"use the same environment on every host (here: {here.get('executable')})"
-            findings.append(Finding("python", "warn" if same_minor else "fail", host, text, fix))
-    return findings or [Finding("python", "ok", ALL_HOSTS, f"Python {wanted}")]
+    return [
+        Finding(
+            "python",
+            "warn" if version.split(".")[:2] == wanted.split(".")[:2] else "fail",
+            host,
+            f"Python {version}, but {wanted} on {THIS_MACHINE}",
+            f"use the same environment on every host (here: {here.get('executable')})",
+        )
+        for host, version in values_of(facts, "python")
+        if version != wanted
+    ] or [Finding("python", "ok", ALL_HOSTS, f"Python {wanted}")]
 
 
 def check_packages(facts: ByHost, here: Facts) -> list[Finding]:
     """Check that torch, torchvision and Horovod are installed, in the same version everywhere."""
     findings = []
-    for package in SAME_EVERYWHERE:
+    for package, if_absent in IF_ABSENT.items():
         wanted = here.get("packages", {}).get(package)
         versions = {host: packages.get(package) for host, packages in values_of(facts, "packages")}
         if wanted is None and not any(versions.values()):
-            status: Status = "fail" if package in NEEDED else "warn"
-            findings.append(Finding(package, status, ALL_HOSTS, "not installed", INSTALL))
+            findings.append(Finding(package, if_absent, ALL_HOSTS, "not installed", INSTALL))
             continue
-        other = f"{wanted or 'not installed'} on {THIS_MACHINE}"
         install = f"install {package} {wanted} there" if wanted else f"install {package} here"
-        fix = f"{install}, or share one environment over all hosts"
         findings += [
-            Finding(package, "fail", host, f"{version or 'not installed'}, but {other}", fix)
+            Finding(
+                package,
+                "fail",
+                host,
+                f"{version or 'not installed'}, but {wanted or 'not installed'} on {THIS_MACHINE}",
+                f"{install}, or share one environment over all hosts",
+            )
             for host, version in versions.items()
             if version != wanted
         ] or [Finding(package, "ok", ALL_HOSTS, f"{package} {wanted}")]
@@ -75,135 +83,115 @@ def check_packages(facts: ByHost, here: Facts) -> list[Finding]:
 
 def check_hvdtrain(facts: ByHost, here: Facts) -> list[Finding]:
     """Check version and code of hvdtrain: checkouts of one version may differ."""
-    local = here.get("hvdtrain", {})
+    check, local = HostCheck("hvdtrain"), here.get("hvdtrain", {})
     fix = f"install the same code there (here: {local.get('folder')}), or share the folder"
-    findings = []
     for host, remote in values_of(facts, "hvdtrain"):
+        name = f"hvdtrain {remote['version']}"
         if remote["version"] != local.get("version"):
-            text = f"hvdtrain {remote['version']}, but {local.get('version')} on {THIS_MACHINE}"
+            text = f"{name}, but {local.get('version')} on {THIS_MACHINE}"
+            check.add(host, "fail", text, fix)
         elif remote["sha256"] != local.get("sha256"):
-            text = (
-                f"hvdtrain {remote['version']} in {remote['folder']} is not the same code as here"
-            )
-        else:
-            continue
-        findings.append(Finding("hvdtrain", "fail", host, text, fix))
-    return findings or [Finding("hvdtrain", "ok", ALL_HOSTS, f"hvdtrain {local.get('version')}")]
+            text = f"{name} in {remote['folder']} is not the same code as here"
+            check.add(host, "fail", text, fix)
+    return check.or_ok(f"hvdtrain {local.get('version')}")
 
 
 def check_user(facts: ByHost, here: Facts, named: Iterable[str] = ()) -> list[Finding]:
     """Check that the user is the same everywhere. `named`: hosts whose user the hostfile gives."""
     local_user = here.get("user", {}).get("name")
-    findings = []
-    for host, user in values_of(facts, "user"):
-        if user["name"] != local_user and host not in named:
-            text = f"ssh logs in as {user['name']}, but the user of {THIS_MACHINE} is {local_user}"
-            fix = (
-                f"if that is intended, write {user['name']}@{host} into the hostfile; else "
-                "correct `User` in ~/.ssh/config"
-            )
-            findings.append(Finding("user", "warn", host, text, fix))
-    numbers = {host: user["uid"] for host, user in values_of(facts, "user")}
+    users = dict(values_of(facts, "user"))
+    findings = [
+        Finding(
+            "user",
+            "warn",
+            host,
+            f"ssh logs in as {user['name']}, but the user of {THIS_MACHINE} is {local_user}",
+            f"if that is intended, write {user['name']}@{host} into the hostfile; else "
+            "correct `User` in ~/.ssh/config",
+        )
+        for host, user in users.items()
+        if user["name"] != local_user and host not in named
+    ]
+    numbers = {host: user["uid"] for host, user in users.items()}
     if not findings and len(set(numbers.values())) > 1:
-        listed = ", ".join(f"{host} {number}" for host, number in numbers.items())
-        text = f"the user has different uids ({listed}): shared files have different owners"
-        findings.append(Finding("user", "warn", ALL_HOSTS, text, "use the same uid everywhere"))
+        uids = list_by_host(numbers)
+        text = f"the user has different uids ({uids}): shared files have different owners"
+        return [Finding("user", "warn", ALL_HOSTS, text, "use the same uid everywhere")]
     return findings or [Finding("user", "ok", ALL_HOSTS, f"user {local_user}")]
 
 
-def check_machines(facts: ByHost, slots: Mapping[str, int]) -> list[Finding]:
+def check_machines(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check that no two hosts are one machine, whose cores and GPUs would be given out twice."""
     names: dict[str, list[str]] = {}
     for host, machine in values_of(facts, "machine"):
         names.setdefault(machine or host, []).append(host)
-    findings = []
+    check = HostCheck("machine")
     for first, *others in names.values():
         count = sum(slots[host] for host in (first, *others))
-        text = f"is the same machine as {first}: workers of both would use the same cores and GPUs"
-        fix = f"list it once: `-H {first}:{count}`, or `{first} slots={count}` in a hostfile"
-        findings += [Finding("machine", "fail", host, text, fix) for host in others]
-    if findings or len(names) < 2:
-        return findings
-    return [Finding("machine", "ok", ALL_HOSTS, f"{len(names)} different machines")]
+        for host in others:
+            check.add(
+                host,
+                "fail",
+                f"is the same machine as {first}: workers of both would use the same cores and "
+                "GPUs",
+                f"list it once: `-H {first}:{count}`, or `{first} slots={count}` in a hostfile",
+            )
+    return check.findings if len(names) < 2 else check.or_ok(f"{len(names)} different machines")
 
 
 def check_names(facts: ByHost, addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Check that no name stands for several machines, as that of a service of containers does: a
     connection would reach another one each time. `addresses`: what each name stands for.
     """
-    findings = []
+    check = HostCheck("machine")
     for host, interfaces in values_of(facts, "interfaces"):
         others = sorted({*addresses.get(host, ())} - {address for _, address in interfaces})
         if others and len(others) < len(addresses[host]):
             text = f"is a name of several machines: also of {', '.join(others)}"
-            fix = "list each of them by a name or address of its own"
-            findings.append(Finding("machine", "fail", host, text, fix))
-    return findings
-
-
-def check_working_directory(facts: ByHost) -> list[Finding]:
-    """Check that the folder in which workers start exists."""
-    findings, path = [], ""
-    for host, state in values_of(facts, "working_directory"):
-        path = state["path"]
-        if not state["usable"]:
-            text = f"there is no folder {path}, in which workers start"
-            fix = f"`mkdir -p {path}` there, or start from a folder that all hosts have"
-            findings.append(Finding("path", "fail", host, text, fix))
-    return findings or [Finding("path", "ok", ALL_HOSTS, f"working directory {path}")]
-
-
-def check_built_for(facts: ByHost) -> list[Finding]:
-    """Check that Horovod was compiled for the installed torch (check_horovod_loads is slower)."""
-    findings = []
-    for host, built in values_of(facts, "horovod_built_for"):
-        # Not the version of the package, which may lack the local part that names the build.
-        torch = (facts[host].get("torch_build") or {}).get("version")
-        if built and torch and built != torch:
-            text = f"Horovod was built for torch {built}, but torch {torch} is installed"
-            findings.append(Finding("horovod", "warn", host, text, REBUILD))
-    return findings
+            check.add(host, "fail", text, "list each of them by a name or address of its own")
+    return check.findings
 
 
 def check_login_is_quiet(noise: Mapping[str, Sequence[str]], silent: int = 0) -> list[Finding]:
     """Check that login scripts print nothing. `noise`: unexpected lines by host that answers;
     `silent`: number of hosts that do not, which have findings of their own.
     """
-    findings = []
+    check = HostCheck("ssh")
     for host, lines in noise.items():
         if lines:
-            text = f"a login script prints to standard output: {lines[0].strip()!r}"
-            fix = "make ~/.bashrc (or similar) print to terminals only: [ -t 1 ] && echo ..."
-            findings.append(Finding("ssh", "warn", host, text, fix))
-    if noise and not findings:
-        other = "other " if silent else ""
-        return [Finding("ssh", "ok", ALL_HOSTS, f"every {other}host answers")]
-    return findings
+            check.add(
+                host,
+                "warn",
+                f"a login script prints to standard output: {lines[0].strip()!r}",
+                "make ~/.bashrc (or similar) print to terminals only: [ -t 1 ] && echo ...",
+            )
+    return check.or_ok(f"every {'other ' if silent else ''}host answers") if noise else []
 
 
 def check_channel(facts: ByHost, by_ssh: Collection[str]) -> list[Finding]:
     """Check that every host can connect to the launcher's machine. `by_ssh`: the remote hosts."""
-    findings = []
-    ways = dict(values_of(facts, "channel"))
+    check, ways = HostCheck("way back"), dict(values_of(facts, "channel"))
     for host, channel in ways.items():
         if channel["address"] is None:
             tried = "; ".join(f"{address}: {why}" for address, why in channel["tried"])
-            text = f"this host cannot connect back to {THIS_MACHINE} ({tried or 'no address'})"
-            fix = (
+            check.add(
+                host,
+                "fail",
+                f"this host cannot connect back to {THIS_MACHINE} ({tried or 'no address'})",
                 f"open {THIS_MACHINE}'s TCP ports to the host (firewall, NAT, security group), or "
-                "start from a machine that the hosts can reach"
+                "start from a machine that the hosts can reach",
             )
-            findings.append(Finding("way back", "fail", host, text, fix))
     for host, host_facts in facts.items():
-        if "ticket" in host_facts.errors:
-            text = (
-                f"no private file can be written in the user's cache: {host_facts.errors['ticket']}"
+        if problem := host_facts.errors.get("ticket"):
+            check.add(
+                host,
+                "fail",
+                f"no private file can be written in the user's cache: {problem}",
+                "make ~/.cache writable there (or free the disk), or set XDG_CACHE_HOME",
             )
-            fix = "make ~/.cache writable there (or free the disk), or set XDG_CACHE_HOME"
-            findings.append(Finding("way back", "fail", host, text, fix))
-    if not findings and not ways.keys().isdisjoint(by_ssh):
-        return [Finding("way back", "ok", ALL_HOSTS, f"hosts can connect to {THIS_MACHINE}")]
-    return findings
+    if ways.keys().isdisjoint(by_ssh):
+        return check.findings
+    return check.or_ok(f"hosts can connect to {THIS_MACHINE}")
 
 
 def check_interface(
@@ -214,25 +202,24 @@ def check_interface(
     Return this machine's, which horovodrun is given (None: it is unknown), and the findings.
     `facts`: of the hosts reached by ssh. `here`: this machine's (interface, address).
     """
-    local_interfaces = {address: name for name, address in here}
-    names, listed = [], []
-    for host, channel in values_of(facts, "channel"):
-        address = channel["address"]
-        if address is not None:
-            there = local_interfaces.get(address)
-            names.append((channel["interface"], there))
-            shown = there or f"{address}, which is none of its addresses"
-            listed.append(f"{host}: {channel['interface']} to {THIS_MACHINE}'s {shown}")
-    if not names:
+    channels = {
+        host: way for host, way in values_of(facts, "channel") if way["address"] is not None
+    }
+    if not channels:
         return None, []
-    joined = "; ".join(listed)
-    local_names = [name for _, name in names if name is not None]
-    if len(local_names) < len(names):
+    local_interfaces = {address: name for name, address in here}
+    reached = {host: local_interfaces.get(way["address"]) for host, way in channels.items()}
+    joined = "; ".join(
+        f"{host}: {way['interface']} to {THIS_MACHINE}'s "
+        f"{reached[host] or way['address'] + ', which is none of its addresses'}"
+        for host, way in channels.items()
+    )
+    if None in reached.values():
         text = f"hosts reach this machine at an address of another machine ({joined})"
         fix = "start launch on a machine that hosts reach without translation of addresses (NAT)"
         return None, [Finding("interface", "warn", ALL_HOSTS, text, fix)]
-    common = statistics.mode(local_names)
-    alike = {*local_names, *(there for there, _ in names)} == {common}
+    common = statistics.mode(reached.values())
+    alike = {*reached.values(), *(way["interface"] for way in channels.values())} == {common}
     text = f"Horovod should use {common}" if alike else f"each host uses its own: {joined}"
     return common, [Finding("interface", "ok", ALL_HOSTS, text)]
 
@@ -261,21 +248,20 @@ def find_usable(facts: ByHost, reached: Reached) -> dict[str, float]:
 
 def check_pairs(facts: ByHost, reached: Reached, usable: Mapping[str, float]) -> list[Finding]:
     """Check that every host can connect to every other on arbitrary ports."""
-    findings = []
+    check = HostCheck("network")
     for source, target in itertools.permutations(facts, 2):
         tries = [attempt for attempt in reached.get(source, ()) if attempt["host"] == target]
-        if any(attempt["problem"] is None for attempt in tries):
-            continue
-        problems = "; ".join(f"{attempt['address']}: {attempt['problem']}" for attempt in tries)
-        text = f"cannot connect to {target} ({problems or 'no address to try'})"
-        fix = (
-            f"open TCP from {source} to {target}, all ports from 1024 (firewall, security group): "
-            "MPI and Gloo choose ports at random"
-        )
-        findings.append(Finding("network", "fail", source, text, fix))
+        if all(attempt["problem"] is not None for attempt in tries):
+            problems = "; ".join(f"{attempt['address']}: {attempt['problem']}" for attempt in tries)
+            check.add(
+                source,
+                "fail",
+                f"cannot connect to {target} ({problems or 'no address to try'})",
+                f"open TCP from {source} to {target}, all ports from 1024 (firewall, security "
+                "group): MPI and Gloo choose ports at random",
+            )
     took = "".join(f" ({seconds * 1000:.1f} ms)" for seconds in list(usable.values())[:1])
-    text = f"hosts can connect to one another{took}"
-    return findings or [Finding("network", "ok", ALL_HOSTS, text)]
+    return check.or_ok(f"hosts can connect to one another{took}")
 
 
 def check_route(facts: ByHost, usable: Collection[str], wanted: str | None) -> list[Finding]:
@@ -286,9 +272,8 @@ def check_route(facts: ByHost, usable: Collection[str], wanted: str | None) -> l
     if wanted is not None and wanted not in names:
         better = f"; over {', '.join(names)} they do" if names else ""
         text = f"hosts do not reach one another over {wanted}{better}"
-        fix = "omit --network-interface to see which interfaces there are"
-        if names:
-            fix = f"--network-interface {names[0]}"
+        see = "omit --network-interface to see which interfaces there are"
+        fix = f"--network-interface {names[0]}" if names else see
         return [Finding("interface", "fail", ALL_HOSTS, text, fix)]
     if names:
         best = wanted or names[0]
@@ -302,25 +287,16 @@ def check_route(facts: ByHost, usable: Collection[str], wanted: str | None) -> l
     return [Finding("interface", "ok", ALL_HOSTS, f"each host uses its own ({listed})")]
 
 
-def check_ports(facts: ByHost) -> list[Finding]:
-    """Check that every host can listen on a port."""
-    problems = {host: host_facts.errors.get("listener") for host, host_facts in facts.items()}
-    fix = "free ports, or widen net.ipv4.ip_local_port_range"
-    return [
-        Finding("ports", "fail", host, f"cannot listen on any port: {problem}", fix)
-        for host, problem in problems.items()
-        if problem
-    ] or [Finding("ports", "ok", ALL_HOSTS, "hosts can listen on a port")]
-
-
 def check_latency(seconds: Mapping[str, float]) -> list[Finding]:
     """Check the round-trip time to each probe over ssh."""
     if not seconds:
         return []
-    slowest = max(seconds, key=seconds.__getitem__)
+    check, slowest = HostCheck("latency"), max(seconds, key=seconds.__getitem__)
     if seconds[slowest] > SLOW_SSH_S:
-        text = f"a message by ssh and back takes {seconds[slowest] * 1000:.0f} ms"
-        fix = "start from a machine near the hosts; training itself does not go through ssh"
-        return [Finding("latency", "warn", slowest, text, fix)]
-    text = f"{seconds[slowest] * 1000:.1f} ms by ssh and back (the slowest: {slowest})"
-    return [Finding("latency", "ok", ALL_HOSTS, text)]
+        check.add(
+            slowest,
+            "warn",
+            f"a message by ssh and back takes {seconds[slowest] * 1000:.0f} ms",
+            "start from a machine near the hosts; training itself does not go through ssh",
+        )
+    return check.or_ok(f"{seconds[slowest] * 1000:.1f} ms by ssh and back (the slowest: {slowest})")

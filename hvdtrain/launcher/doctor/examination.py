@@ -7,6 +7,7 @@ facts of the machines, clocks, every pair's network, shared files, and a ring.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
 import socket
 import time
@@ -21,6 +22,7 @@ from hvdtrain.launcher.doctor import (
     ByHost,
     Facts,
     Finding,
+    Slots,
     checks,
     failed,
     gpu_checks,
@@ -29,17 +31,9 @@ from hvdtrain.launcher.doctor import (
 )
 from hvdtrain.launcher.doctor.facts import gather, quick_sources
 from hvdtrain.launcher.doctor.ring import RingTrial, check_ring, try_ring
-from hvdtrain.launcher.doctor.sessions import (
-    NoAnswer,
-    ProbeSession,
-    explain,
-    on_all,
-    open_sessions,
-    takes_small_packets,
-)
+from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all, open_sessions
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import working_folders
-from hvdtrain.launcher.protocol import Ticket
 from hvdtrain.launcher.ssh import SshSetup, is_local
 from hvdtrain.network import interfaces
 
@@ -62,25 +56,27 @@ def preflight(
     hosts: Sequence[Host],
     ssh: SshSetup,
     channel_port: int,
-    ticket: Ticket | None,
+    ticket: Mapping[str, str] | None,
     timeout_s: float,
     channel_address: str = ANYWHERE,
-    slots: machine_checks.Slots | None = None,
+    slots: Slots | None = None,
 ) -> Preflight:
     """Run the quick part on all hosts in parallel.
 
     `channel_port`: a port of this machine on which the caller listens; each host connects to it and
-    hangs up (0: not tried). `ticket`: stored on each host for the agents (see protocol.py).
+    hangs up (0: not tried). `ticket`: stored on each host for the agents (see protocol.py):
+    the `job` (letters, digits, - and _), and the `ticket`, a text of JSON.
     `channel_address`: the address listened on, if not all. `slots`: how many workers each of these
     hosts gets, for which its cores and its memory are checked (None: not checked).
     """
-    request: dict[str, Any] = {"do": "quick", "channel_port": channel_port}
-    if channel_address != ANYWHERE:
-        request["channel_address"] = channel_address
-    if ticket:
-        request["ticket"] = {"job": ticket.job, "ticket": ticket.text}
+    request = {
+        "do": "quick",
+        "channel_port": channel_port,
+        "channel_address": None if channel_address == ANYWHERE else channel_address,
+        "ticket": ticket,
+    }
     with open_sessions(hosts, ssh) as sessions:
-        facts, findings = _begin(sessions, ssh, request, timeout_s)
+        facts, findings = _begin(sessions, request, timeout_s)
     distant = {host: host_facts for host, host_facts in facts.items() if not sessions[host].local}
     interface, more = checks.check_interface(distant, interfaces())
     if slots:
@@ -108,58 +104,39 @@ def first_address(hosts: Sequence[Host], facts: ByHost) -> str:
 
 
 def _begin(
-    sessions: Sessions, ssh: SshSetup, request: Mapping[str, Any], timeout_s: float
+    sessions: Sessions, request: Mapping[str, Any], timeout_s: float
 ) -> tuple[dict[str, Facts], list[Finding]]:
     """Send the first request to all hosts; return the facts, and the findings of the quick part."""
-    deadline = time.monotonic() + timeout_s
     folders = working_folders()
-    addresses = [address for _, address in interfaces()]
-    request = {"working_directory": folders, "addresses": addresses, **request}
-
-    def ask(session: ProbeSession) -> Facts | Finding:
-        try:
-            return session.ask(request, deadline)
-        except NoAnswer as error:
-            small_ones_pass = takes_small_packets(session.host, ssh, error)
-            return explain(session.host, ssh.by_hand(session.host), error, small_ones_pass)
-
-    answers = on_all(ask, sessions)
+    request = {
+        "working_directory": folders,
+        "addresses": [address for _, address in interfaces()],
+        **request,
+    }
+    answers = on_all(lambda session: session.ask_or_explain(request, timeout_s, True), sessions)
     facts = {host: answer for host, answer in answers.items() if isinstance(answer, Facts)}
     failures = [answer for answer in answers.values() if isinstance(answer, Finding)]
     if not facts:
         return facts, failures
     here = Facts(**gather(quick_sources(folders)))  # this machine may be none of the hosts
     noise = {host: sessions[host].noise for host in facts if not sessions[host].local}
+    names = {host: addresses_of(sessions[host].host.name) for host in noise}
     named = {host for host, session in sessions.items() if session.host.user}
-    named_hosts = [(host, sessions[host]) for host in noise]
+    slots = {host: session.host.slots for host, session in sessions.items()}
     return facts, [
         *failures,
         *checks.check_gathered(facts),
-        *checks.check_machines(
-            facts, {host: session.host.slots for host, session in sessions.items()}
-        ),
-        *checks.check_names(
-            facts, {host: addresses_of(session.host.name) for host, session in named_hosts}
-        ),
+        *checks.check_machines(facts, slots),
+        *checks.check_names(facts, names),
         *checks.check_login_is_quiet(noise, silent=len(failures)),
         *checks.check_python(facts, here),
         *checks.check_packages(facts, here),
-        *checks.check_built_for(facts),
+        *machine_checks.check_built_for(facts),
         *checks.check_hvdtrain(facts, here),
         *checks.check_user(facts, here, named),
-        *checks.check_working_directory(facts),
+        *machine_checks.check_working_directory(facts),
         *checks.check_channel(facts, noise),
     ]
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """Options of the examination."""
-
-    output: str  # the folder that runs are written to
-    interface: str | None = None
-    controller: str = "auto"  # gloo, mpi
-    ring: bool = True
 
 
 @dataclass
@@ -168,38 +145,47 @@ class Examination:
 
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Facts] = field(default_factory=dict)
-    latencies: dict[str, float] = field(default_factory=dict)
-    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # ahead, uncertainty
+    pings: dict[str, tuple[float, float]] = field(default_factory=dict)  # as _ping returns them
     reached: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    interface: str | None = None
+    interface: str | None = None  # for Horovod: the user's choice, else the best one
     shared: dict[str, bool] = field(default_factory=dict)
     ring: RingTrial | None = None
     burn_in: dict[str, Any] | None = None
     seconds: float = 0.0
 
 
-def examine(hosts: Sequence[Host], ssh: SshSetup, wishes: Wishes) -> Examination:
-    """Run every check. A problem of a host is a finding, never an exception."""
+def examine(
+    hosts: Sequence[Host],
+    ssh: SshSetup,
+    output: str,
+    interface: str | None = None,
+    controller: str = "auto",
+    ring: bool = True,
+) -> Examination:
+    """Run every check. A problem of a host is a finding, never an exception.
+
+    `output`: the folder that runs are written to. `interface`: the user's choice. `controller`:
+    auto, gloo or mpi. `ring`: whether to start workers.
+    """
     began = time.monotonic()
     examination = Examination()
     with (
         socket.create_server(("", 0), backlog=max(128, len(hosts))) as server,
         open_sessions(hosts, ssh) as sessions,
     ):
-        port = int(server.getsockname()[1])
-        request = {"do": "all", "channel_port": port, "output": wishes.output}
-        examination.facts, examination.findings = _begin(sessions, ssh, request, FACTS_S)
+        request = {"do": "all", "channel_port": server.getsockname()[1], "output": output}
+        examination.facts, examination.findings = _begin(sessions, request, FACTS_S)
         answering = {host: sessions[host] for host in examination.facts}
         if answering:
-            _examine_answering(examination, answering, hosts, wishes)
-            if wishes.ring and failed(examination.findings):
+            _examine_answering(examination, answering, hosts, output, interface, controller)
+            if ring and failed(examination.findings):
                 names = dict.fromkeys(f.check for f in examination.findings if f.status == "fail")
                 text = f"not tried, since these failed: {', '.join(names)}"
                 fix = "correct them, and run doctor again"
                 examination.findings.append(Finding("ring", "warn", ALL_HOSTS, text, fix))
-            elif wishes.ring:
-                controller = "gloo" if wishes.controller == "auto" else wishes.controller
-                towards = None if wishes.interface else first_address(hosts, examination.facts)
+            elif ring:
+                controller = "gloo" if controller == "auto" else controller
+                towards = None if interface else first_address(hosts, examination.facts)
                 examination.ring = try_ring(
                     hosts, ssh, answering, controller, examination.interface, towards
                 )
@@ -209,44 +195,35 @@ def examine(hosts: Sequence[Host], ssh: SshSetup, wishes: Wishes) -> Examination
 
 
 def _examine_answering(
-    examination: Examination, sessions: Sessions, hosts: Sequence[Host], wishes: Wishes
+    examination: Examination,
+    sessions: Sessions,
+    hosts: Sequence[Host],
+    output: str,
+    interface: str | None,
+    controller: str,
 ) -> None:
     """Run all checks of the hosts that answer, except for the ring."""
     facts, slots = examination.facts, {host.address: host.slots for host in hosts}
     first = next(host.address for host in hosts if host.address in facts)
-    _ping(examination, sessions)
-    distant = {
-        host: examination.latencies[host]
-        for host in examination.latencies
-        if not sessions[host].local
-    }
+    examination.pings = _ping(sessions)
+    distant = {host: ping for host, ping in examination.pings.items() if not sessions[host].local}
     examination.findings += [
         *machine_checks.check_horovod_loads(facts),
         *machine_checks.check_torchvision_loads(facts),
-        *machine_checks.check_mpi(facts, needed=wishes.controller == "mpi"),
-        *checks.check_latency(distant),
-        *machine_checks.check_clocks({host: examination.clocks[host] for host in distant}),
-        *checks.check_ports(facts),
+        *machine_checks.check_mpi(facts, needed=controller == "mpi"),
+        *checks.check_latency({host: took for host, (took, _) in distant.items()}),
+        *machine_checks.check_clocks(
+            {host: (ahead, took / 2) for host, (took, ahead) in distant.items()}
+        ),
+        *machine_checks.check_ports(facts),
     ]
     if len(facts) > 1:
-        examination.reached = _reach(facts, sessions)
-        usable = checks.find_usable(facts, examination.reached)
-        examination.interface = wishes.interface or next(iter(usable), None)
-        pairs = checks.check_pairs(facts, examination.reached, usable)
-        examination.findings += pairs
-        if not failed(pairs):
-            examination.findings += checks.check_route(facts, usable, wishes.interface)
-            local_interface, _ = checks.check_interface(
-                {host: facts[host] for host in distant}, interfaces()
-            )
-            examination.interface = examination.interface or local_interface
+        _examine_network(examination, sessions, {host: facts[host] for host in distant}, interface)
         examination.shared = _share(facts, sessions, first)
     examination.findings += [
         *gpu_checks.check_gpus(facts, slots),
         *gpu_checks.check_gpu_builds(facts),
-        *gpu_checks.check_gpu_errors(facts),
-        *gpu_checks.check_gpu_clocks(facts),
-        *gpu_checks.check_gpu_use(facts),
+        *itertools.chain(*(gpu_checks.check_cards(facts, name) for name in gpu_checks.CARD_CHECKS)),
         *gpu_checks.check_gpu_kinds(facts),
         *machine_checks.check_cores(facts, slots),
         *machine_checks.check_memory(facts, slots),
@@ -254,15 +231,34 @@ def _examine_answering(
         *machine_checks.check_shm(facts),
         *machine_checks.check_limits(facts, slots),
         *machine_checks.check_output(facts, first),
-        *machine_checks.check_shared(examination.shared, first, wishes.output),
+        *machine_checks.check_shared(examination.shared, first, output),
     ]
 
 
-def _ping(examination: Examination, sessions: Sessions) -> None:
-    """Measure clock offsets and latencies; the fastest of PINGS messages bounds the offset best."""
+def _examine_network(
+    examination: Examination, sessions: Sessions, distant: ByHost, wanted: str | None
+) -> None:
+    """Check whether and how hosts reach one another. `distant`: facts of those behind ssh.
+    `wanted`: the interface that the user chose.
+    """
+    facts = examination.facts
+    examination.reached = _reach(facts, sessions)
+    usable = checks.find_usable(facts, examination.reached)
+    examination.interface = wanted or next(iter(usable), None)
+    pairs = checks.check_pairs(facts, examination.reached, usable)
+    examination.findings += pairs
+    if not failed(pairs):
+        examination.findings += checks.check_route(facts, usable, wanted)
+        local_interface, _ = checks.check_interface(distant, interfaces())
+        examination.interface = examination.interface or local_interface
+
+
+def _ping(sessions: Sessions) -> dict[str, tuple[float, float]]:
+    """Return, by host, the seconds that a message takes, and those by which the clock is ahead, by
+    the fastest of PINGS messages: half of its time bounds the error.
+    """
 
     def ping(session: ProbeSession) -> list[tuple[float, float]]:
-        """Return (seconds taken, seconds by which the host's clock is ahead) of each message."""
         measured = []
         for _ in range(PINGS):
             asked = time.time()
@@ -274,11 +270,7 @@ def _ping(examination: Examination, sessions: Sessions) -> None:
             measured.append((answered - asked, middle - (asked + answered) / 2))
         return measured
 
-    for host, measured in on_all(ping, sessions).items():
-        if measured:
-            took, ahead = min(measured)
-            examination.latencies[host] = took
-            examination.clocks[host] = ahead, took / 2
+    return {host: min(pings) for host, pings in on_all(ping, sessions).items() if pings}
 
 
 def _reach(facts: ByHost, sessions: Sessions) -> dict[str, list[dict[str, Any]]]:
@@ -317,9 +309,8 @@ def _share(facts: ByHost, sessions: Sessions, first: str) -> dict[str, bool]:
 
 def as_json(examination: Examination) -> dict[str, Any]:
     """Return all findings and facts, as written by --json."""
-    ring = examination.ring and dataclasses.asdict(examination.ring)
-    if ring:
-        del ring["output"]
+    ring = dataclasses.asdict(examination.ring) if examination.ring else {}
+    pings = examination.pings
     return {
         "ok": not failed(examination.findings),
         "seconds": examination.seconds,
@@ -329,13 +320,13 @@ def as_json(examination: Examination) -> dict[str, Any]:
             host: {
                 "facts": {name: fact for name, fact in facts.values.items() if name != "listener"},
                 "errors": dict(facts.errors),
-                "ssh_round_trip_s": examination.latencies.get(host),
-                "clock_ahead_s": examination.clocks.get(host, (None,))[0],
+                "ssh_round_trip_s": pings[host][0] if host in pings else None,
+                "clock_ahead_s": pings[host][1] if host in pings else None,
                 "reached": examination.reached.get(host, []),
                 "sees_output_of_first": examination.shared.get(host),
             }
             for host, facts in examination.facts.items()
         },
-        "ring": ring,
+        "ring": {name: value for name, value in ring.items() if name != "output"} or None,
         "burn_in": examination.burn_in,
     }

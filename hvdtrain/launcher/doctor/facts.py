@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import runpy
 import shutil
 import socket
@@ -23,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__, cgroups
-from hvdtrain.files import why_not_written
+from hvdtrain.files import nearest_existing, why_not_written
 from hvdtrain.interpreter import WITHOUT_FOLDER
 from hvdtrain.launcher.doctor.gpu_facts import gpus
+from hvdtrain.launcher.horovodrun import mpi_of
 from hvdtrain.launcher.processes import own_passwd_entry, run_child
 from hvdtrain.network import interfaces
 
@@ -159,14 +159,7 @@ def user() -> dict[str, Any]:
 def mpi_version() -> str | None:
     """Return the version of the mpirun on PATH; None if there is none."""
     mpirun = shutil.which("mpirun")
-    if mpirun is None:
-        return None
-    done = run_child([mpirun, "--version"], CHILD_LIMIT_S)
-    match = re.search(r"\(Open MPI\) ([\w.]+)", done.stdout)
-    if match:
-        return f"Open MPI {match.group(1)}"
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return lines[0][:80] if lines else f"{mpirun} (exit code {done.returncode})"
+    return mpi_of(mpirun) if mpirun else None
 
 
 # Importing torch takes seconds; loading the same libraries takes a fraction of a second.
@@ -253,15 +246,14 @@ def limits() -> dict[str, int | None]:
 
 def output_folder(output: Path) -> dict[str, Any]:
     """Return whether runs can be written (tested in the nearest existing folder) and space left."""
-    existing = next(folder for folder in (output, *output.parents) if folder.exists())
-    state: dict[str, Any] = {"asked": str(output), **space(existing), "problem": None}
+    existing = nearest_existing(output)
+    problem: str | None = None
     try:
-        with tempfile.TemporaryFile(dir=existing) as file:
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as file:
             file.write(b"hvdtrain doctor")
-            file.flush()
     except OSError as error:
-        state["problem"] = why_not_written(existing, error)
-    return state
+        problem = why_not_written(existing, error)
+    return {"asked": str(output), **space(existing), "problem": problem}
 
 
 def single_copy() -> bool:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Facts, Finding, Status, values_of
-from hvdtrain.launcher.doctor.machine_checks import GIB, each_host, list_by_host, size
+from hvdtrain.launcher.doctor import (
+    ALL_HOSTS,
+    ByHost,
+    Facts,
+    Finding,
+    HostCheck,
+    Slots,
+    Status,
+    list_by_host,
+    values_of,
+)
+from hvdtrain.launcher.doctor.machine_checks import GIB, size
 from hvdtrain.log import counted
 
 NO_GPU = "no NVIDIA GPU"
@@ -16,10 +26,9 @@ FIRST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 # Without permission to list processes, memory in use shows them: a driver by itself takes less.
 BUSY_BYTES = 2 * GIB
 SHOWN = 4  # processes of a card
-REBUILD = "`hvdtrain install-horovod` builds it with NCCL where torch has CUDA and there is a GPU"
+WITH_NCCL = "`hvdtrain install-horovod` builds it with NCCL where torch has CUDA and there is a GPU"
 
 Card = Mapping[str, Any]  # as in gpu_facts.py
-Slots = Mapping[str, int]
 Problem = tuple[Status, str, str]  # status, text, fix
 
 
@@ -42,7 +51,11 @@ def devices_of(gpus: Mapping[str, Any]) -> list[Device]:
 
     Its numbers are taken for the driver's, which is CUDA's own order where all cards are alike.
     """
-    there = [device for card in answering(gpus) for device in _parts_or_whole(card)]
+    there = [
+        Device(card, part["uuid"], part["memory_total"])
+        for card in answering(gpus)
+        for part in (card["parts"] if card.get("mig") else [card])
+    ]
     if gpus.get("selected") is None:
         return there
     chosen: list[Device] = []
@@ -50,9 +63,9 @@ def devices_of(gpus: Mapping[str, Any]) -> list[Device]:
         named = [
             device
             for device in there
-            if entry[:4] in ("GPU-", "MIG-") and device.uuid.startswith(entry)
+            if entry == str(device.card["index"])
+            or (entry.startswith(("GPU-", "MIG-")) and device.uuid.startswith(entry))
         ]
-        named = named or [device for device in there if entry == str(device.card["index"])]
         if not named:  # CUDA ends its list here too
             break
         chosen += named[:1]
@@ -64,79 +77,77 @@ def answering(gpus: Mapping[str, Any]) -> list[Card]:
     return [card for card in gpus["list"] if not card["problem"]]
 
 
-def _parts_or_whole(card: Card) -> list[Device]:
-    if card.get("mig"):
-        return [Device(card, part["uuid"], part["memory_total"]) for part in card["parts"]]
-    return [Device(card, card["uuid"], card["memory_total"])]
-
-
-def cards_in_use(gpus: Mapping[str, Any]) -> list[Card]:
-    """Return the cards of a host that workers may use."""
-    return list({device.card["index"]: device.card for device in devices_of(gpus)}.values())
-
-
 def check_gpus(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check that there is a GPU for each slot, and one driver everywhere."""
-    findings, shown, drivers = [], {}, {}
+    check, drivers = HostCheck("gpus"), {}
     for host, gpus in values_of(facts, "gpus"):
-        devices = devices_of(gpus)
-        kinds = ", ".join(dict.fromkeys(device.kind for device in devices))
-        shown[host] = f"{len(devices)} x {kinds}" if devices else NO_GPU
-        if gpus["list"] and not devices:
-            shown[host] = f"none of {counted(len(gpus['list']), 'GPU')} is selected"
-        if devices:
+        check.shown[host] = NO_GPU
+        if devices := devices_of(gpus):
+            kinds = ", ".join(dict.fromkeys(device.kind for device in devices))
+            check.shown[host] = f"{len(devices)} x {kinds}"
             drivers[host] = gpus["driver"]
-        for status, text, fix in _count_problems(gpus, slots[host]):
-            findings.append(Finding("gpus", status, host, text, fix))
+        elif gpus["list"]:
+            check.shown[host] = f"none of {counted(len(gpus['list']), 'GPU')} is selected"
+        for problem in _count_problems(gpus, len(devices), slots[host]):
+            check.add(host, *problem)
     if len(set(drivers.values())) > 1:
         text = f"different drivers: {list_by_host(drivers)}"
-        findings.append(Finding("gpus", "warn", ALL_HOSTS, text, "install one driver everywhere"))
-    return findings or each_host("gpus", shown, "{}")
+        check.add(ALL_HOSTS, "warn", text, "install one driver everywhere")
+    return check.or_shown()
 
 
-def _count_problems(gpus: Mapping[str, Any], slots: int) -> Iterator[Problem]:
+def _count_problems(gpus: Mapping[str, Any], devices: int, slots: int) -> Iterator[Problem]:
     if gpus["problem"]:
-        fix = "repair the driver (restart after an update?), or remove it"
-        yield "fail", f"the driver does not work: {gpus['problem']}", fix
+        yield (
+            "fail",
+            f"the driver does not work: {gpus['problem']}",
+            "repair the driver (restart after an update?), or remove it",
+        )
         return
     for card in gpus["list"]:
         if card["problem"]:
-            fix = "see dmesg there for Xid errors; restart the host, or take the card out"
-            yield "fail", f"GPU {card['index']} does not answer: {card['problem']}", fix
-    devices = devices_of(gpus)
+            yield (
+                "fail",
+                f"GPU {card['index']} does not answer: {card['problem']}",
+                "see dmesg there for Xid errors; restart the host, or take the card out",
+            )
     setting = f" (CUDA_VISIBLE_DEVICES={gpus['selected']})" if gpus.get("selected") else ""
-    if devices and slots > len(devices):
-        without = counted(slots - len(devices), "worker")
-        text = f"{slots} slots, but {counted(len(devices), 'GPU')}{setting}: {without} without one"
-        fix = f"give the host {counted(len(devices), 'slot')}, or train with --device cpu"
-        yield "warn", text, fix
+    if 0 < devices < slots:
+        without = counted(slots - devices, "worker")
+        yield (
+            "warn",
+            f"{slots} slots, but {counted(devices, 'GPU')}{setting}: {without} without one",
+            f"give the host {counted(devices, 'slot')}, or train with --device cpu",
+        )
     if devices and not gpus["health"]:
-        text = "errors, clocks and processes of the GPUs are not checked: no nvidia-ml-py"
-        yield "warn", text, "`pip install nvidia-ml-py` in this environment"
+        yield (
+            "warn",
+            "errors, clocks and processes of the GPUs are not checked: no nvidia-ml-py",
+            "`pip install nvidia-ml-py` in this environment",
+        )
     for card in answering(gpus):
         if card.get("mig") and (slots > 1 or not card["parts"]):
             parts = counted(len(card["parts"]), "part")
-            text = f"GPU {card['index']} is divided (MIG) into {parts}: a process sees only one"
-            fix = (
+            yield (
+                "warn",
+                f"GPU {card['index']} is divided (MIG) into {parts}: a process sees only one",
                 "give each worker a part of its own by CUDA_VISIBLE_DEVICES, as srun "
-                "--gpus-per-task=1 does, or undivide it: `nvidia-smi -mig 0`"
+                "--gpus-per-task=1 does, or undivide it: `nvidia-smi -mig 0`",
             )
-            yield "warn", text, fix
 
 
 def check_gpu_builds(facts: ByHost) -> list[Finding]:
     """Check that the driver supports torch's CUDA, and that torch and Horovod take GPU tensors."""
-    findings, shown = [], {}
+    check = HostCheck("gpu builds")
     for host, gpus in values_of(facts, "gpus"):
         build = facts[host].get("torch_build")
         if not devices_of(gpus) or not build:
             continue
-        problem = _cuda_problem(build, gpus) or _horovod_problem(facts[host])
-        if problem:
-            findings.append(Finding("gpu builds", "warn", host, *problem))
+        if problem := _cuda_problem(build, gpus) or _horovod_problem(facts[host]):
+            check.add(host, "warn", *problem)
         else:
-            shown[host] = f"torch {build['version']} on driver {gpus['driver']}"
-    return findings or each_host("gpu builds", shown, "{}")
+            check.shown[host] = f"torch {build['version']} on driver {gpus['driver']}"
+    return check.or_shown()
 
 
 def _cuda_problem(build: Mapping[str, Any], gpus: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -147,20 +158,18 @@ def _cuda_problem(build: Mapping[str, Any], gpus: Mapping[str, Any]) -> tuple[st
     """
     if not build["cuda"]:
         text = f"there are GPUs, but torch {build['version']} is a build without CUDA"
-        fix = f"install a CUDA build of torch, which PyPI has; then {REBUILD}"
-        return text, fix
-    if not gpus.get("cuda"):
-        return None
-    needed, (supported, minor) = int(build["cuda"].partition(".")[0]), gpus["cuda"]
+        return text, f"install a CUDA build of torch, which PyPI has; then {WITH_NCCL}"
+    needed = int(build["cuda"].partition(".")[0])
+    supported, minor = gpus.get("cuda") or (needed, 0)  # unknown
     if needed <= supported:
         return None
-    text = (
-        f"driver {gpus['driver']} supports CUDA up to {supported}.{minor}, but torch "
-        f"{build['version']} is built for CUDA {build['cuda']}: it finds no GPU"
-    )
     first = FIRST_DRIVER.get(needed)
     driver = f"driver {first} or newer" if first else "a newer driver"
-    return text, f"install {driver}, or a build of torch for CUDA {supported}"
+    return (
+        f"driver {gpus['driver']} supports CUDA up to {supported}.{minor}, but torch "
+        f"{build['version']} is built for CUDA {build['cuda']}: it finds no GPU",
+        f"install {driver}, or a build of torch for CUDA {supported}",
+    )
 
 
 def _horovod_problem(facts: Facts) -> tuple[str, str] | None:
@@ -168,68 +177,81 @@ def _horovod_problem(facts: Facts) -> tuple[str, str] | None:
     loads = facts.get("horovod_loads", {})
     if loads.get("problem") or loads.get("nccl", True):
         return None
-    text = "torch has CUDA, but Horovod is built without NCCL: "
-    if loads.get("gpu_tensors"):
-        return f"{text}gradients pass through the host's memory", REBUILD
-    return f"{text}it takes no GPU tensors, so several workers need --device cpu", REBUILD
-
-
-def check_gpu_errors(facts: ByHost) -> list[Finding]:
-    """Check for memory errors of the GPUs that ECC could not correct, and what they left."""
-    return _check_cards(facts, "gpu errors", _memory_problem, "no memory errors")
+    refused = "it takes no GPU tensors, so several workers need --device cpu"
+    effect = "gradients pass through the host's memory" if loads.get("gpu_tensors") else refused
+    return f"torch has CUDA, but Horovod is built without NCCL: {effect}", WITH_NCCL
 
 
 def _memory_problem(card: Card) -> Problem | None:
     """Return the worst problem of a card's memory."""
     reset = "reset it while no job runs (`nvidia-smi -r`, or restart); then burn it in: --burn-in"
     if card["rows_failed"]:
-        text = "bad rows of memory can no longer be replaced by spare ones"
-        return "fail", text, "replace the card; until then select others: CUDA_VISIBLE_DEVICES"
+        return (
+            "fail",
+            "bad rows of memory can no longer be replaced by spare ones",
+            "replace the card; until then select others: CUDA_VISIBLE_DEVICES",
+        )
     if count := card["errors_since_loaded"]:
-        text = f"{counted(count, 'memory error')} since the driver was loaded, not corrected by ECC"
-        return "fail", text, reset
+        errors = f"{counted(count, 'memory error')} since the driver was loaded"
+        return "fail", f"{errors}, not corrected by ECC", reset
     if card["rows_pending"] or card["pages_pending"]:
         return "warn", "bad memory is not taken out of use before a reset", reset
     if count := card["errors_in_its_life"]:
-        text = f"{counted(count, 'memory error')} in its life, not corrected by ECC"
-        return "warn", text, "burn it in (--burn-in), and watch whether the number grows"
+        return (
+            "warn",
+            f"{counted(count, 'memory error')} in its life, not corrected by ECC",
+            "burn it in (--burn-in), and watch whether the number grows",
+        )
     if card["ecc"]:
         return None
     why = "it has no ECC" if card["ecc"] is None else "ECC is off"
     return "ok", f"its memory errors cannot be seen: {why}", ""
 
 
-def check_gpu_clocks(facts: ByHost) -> list[Finding]:
-    """Check that no GPU is slowed down by heat or its power supply."""
+def _clock_problem(card: Card) -> Problem | None:
+    """Return why a card is slowed down: by heat or its power supply."""
     fix = (
         "improve its cooling or power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE); the "
         "slowest worker sets the pace of all"
     )
-
-    def problem(card: Card) -> Problem | None:
-        reasons = card["throttled"]
-        return ("warn", f"slowed down: {', '.join(reasons)}", fix) if reasons else None
-
-    return _check_cards(facts, "gpu clocks", problem, "not slowed down")
+    reasons = ", ".join(card["throttled"] or ())
+    return ("warn", f"slowed down: {reasons}", fix) if reasons else None
 
 
-def check_gpu_use(facts: ByHost) -> list[Finding]:
-    """Check that no other program computes on the GPUs."""
-    fix = "wait for it, end it, or select other GPUs: CUDA_VISIBLE_DEVICES"
+def _use_problem(card: Card) -> Problem | None:
+    """Return which other programs compute on a card."""
+    used, processes = card["memory_total"] - card["memory_free"], card["processes"] or []
+    if not processes and used < BUSY_BYTES:
+        return None
+    pids = ", ".join(str(process["pid"]) for process in processes[:SHOWN])
+    who = f"{counted(len(processes), 'program')} (pid {pids})" if pids else "other programs"
+    text = f"busy: {who}, {size(used)} of {size(card['memory_total'])} in use"
+    return "warn", text, "wait for it, end it, or select other GPUs: CUDA_VISIBLE_DEVICES"
 
-    def problem(card: Card) -> Problem | None:
-        used = card["memory_total"] - card["memory_free"]
-        processes = card["processes"] or []
-        if not processes and used < BUSY_BYTES:
-            return None
-        who = "other programs"
-        if processes:
-            pids = ", ".join(str(process["pid"]) for process in processes[:SHOWN])
-            who = f"{counted(len(processes), 'program')} (pid {pids})"
-        text = f"busy: {who}, {size(used)} of {size(card['memory_total'])} in use"
-        return "warn", text, fix
 
-    return _check_cards(facts, "gpu use", problem, "no other program computes on them")
+# Checks of each card by itself: what is wrong with it, and what is shown of good ones.
+CARD_CHECKS: Mapping[str, tuple[Callable[[Card], Problem | None], str]] = {
+    "gpu errors": (_memory_problem, "no memory errors"),
+    "gpu clocks": (_clock_problem, "not slowed down"),
+    "gpu use": (_use_problem, "no other program computes on them"),
+}
+
+
+def check_cards(facts: ByHost, name: str) -> list[Finding]:
+    """Make one of CARD_CHECKS, on the cards whose health is known."""
+    check, (problem_of, good) = HostCheck(name), CARD_CHECKS[name]
+    for host, gpus in values_of(facts, "gpus"):
+        devices = devices_of(gpus) if gpus["health"] else []
+        cards = {device.card["index"]: device.card for device in devices}
+        numbers: dict[Problem, list[str]] = {}  # of the cards that have it
+        for index, card in cards.items():
+            if problem := problem_of(card):
+                numbers.setdefault(problem, []).append(str(index))
+        for (status, text, fix), affected in numbers.items():
+            check.add(host, status, f"GPU {', '.join(affected)}: {text}", fix)
+        if cards and not numbers:
+            check.shown[host] = good
+    return check.or_shown()
 
 
 def check_gpu_kinds(facts: ByHost) -> list[Finding]:
@@ -238,36 +260,14 @@ def check_gpu_kinds(facts: ByHost) -> list[Finding]:
     for host, gpus in values_of(facts, "gpus"):
         for kind in dict.fromkeys(device.kind for device in devices_of(gpus)) or [NO_GPU]:
             kinds.setdefault(kind, []).append(host)
-    if len(kinds) < 2:
-        return []
-    listed = "; ".join(f"{kind} on {', '.join(hosts)}" for kind, hosts in kinds.items())
-    text = f"unlike GPUs: {listed}: the slowest sets the pace, and they compute different bits"
-    fix = (
-        "use GPUs of one kind; else --rank-weights auto gives each worker work by its speed, but "
-        "--virtual-workers and replays do not hold bit for bit"
-    )
-    return [Finding("gpu kinds", "warn", ALL_HOSTS, text, fix)]
-
-
-def _check_cards(
-    facts: ByHost, check: str, problem: Callable[[Card], Problem | None], good: str
-) -> list[Finding]:
-    """Return the findings of a check of each card whose health is known."""
-    findings, shown = [], {}
-    for host, gpus in values_of(facts, "gpus"):
-        cards = cards_in_use(gpus) if gpus["health"] else []
-        problems = _by_text(cards, problem)
-        for (status, text, fix), named in problems.items():
-            findings.append(Finding(check, status, host, f"{named}: {text}", fix))
-        if cards and not problems:
-            shown[host] = good
-    return findings or each_host(check, shown, "{}")
-
-
-def _by_text(cards: Sequence[Card], check: Callable[[Card], Problem | None]) -> dict[Problem, str]:
-    """Return problem -> the names of the cards that have it."""
-    numbers: dict[Problem, list[str]] = {}
-    for card in cards:
-        if problem := check(card):
-            numbers.setdefault(problem, []).append(str(card["index"]))
-    return {problem: f"GPU {', '.join(named)}" for problem, named in numbers.items()}
+    check = HostCheck("gpu kinds")
+    if len(kinds) > 1:
+        listed = "; ".join(f"{kind} on {', '.join(hosts)}" for kind, hosts in kinds.items())
+        check.add(
+            ALL_HOSTS,
+            "warn",
+            f"unlike GPUs: {listed}: the slowest sets the pace, and they compute different bits",
+            "use GPUs of one kind; else --rank-weights auto gives each worker work by its speed, "
+            "but --virtual-workers and replays do not hold bit for bit",
+        )
+    return check.findings

@@ -17,8 +17,8 @@ from hvdtrain.launcher.processes import run_child
 from hvdtrain.log import say
 
 SELECTION = "CUDA_VISIBLE_DEVICES"
-# Bits of nvmlClocksThrottleReasons. Those of idle cards and of limits that a user or the design of
-# the card sets (clocks, power cap) are left out.
+# Why clocks are lowered: bits of nvmlClocksThrottleReasons. Those of idle cards and of limits that
+# a user or the design of the card sets (clocks, power cap) are left out.
 THROTTLED = {"thermal": 0x20 | 0x40, "power brake": 0x80, "hardware slowdown": 0x08}
 UNCORRECTED, SINCE_LOADED, IN_ITS_LIFE = 1, 0, 1  # nvmlMemoryErrorType_t, nvmlEccCounterType_t
 MIB = 1 << 20
@@ -38,9 +38,15 @@ def gpus() -> dict[str, Any]:
         answer: Mapping[str, Any] = json.loads(done.stdout or "null") or _by_nvidia_smi()
     except subprocess.TimeoutExpired:
         answer = {"problem": f"the driver gives no answer within {LIMIT_S:.0f} s"}
-    defaults: dict[str, Any] = {"list": [], "driver": None, "cuda": None}
-    defaults |= {"problem": None, "health": False, "selected": os.environ.get(SELECTION)}
-    return defaults | dict(answer)
+    return {
+        "list": [],
+        "driver": None,
+        "cuda": None,
+        "problem": None,
+        "health": False,
+        "selected": os.environ.get(SELECTION),
+        **answer,
+    }
 
 
 def read_nvml() -> dict[str, Any] | None:
@@ -66,8 +72,9 @@ def _read_all(nvml: ModuleType) -> dict[str, Any]:
     """Return the facts of all cards, of a library that is ready. Raises NVMLError."""
     # The second form reports the driver that CUDA loads, also where a newer one is installed beside
     # that of the kernel ("forward compatibility").
-    version = _answer(nvml.nvmlSystemGetCudaDriverVersion_v2)
-    version = version or _answer(nvml.nvmlSystemGetCudaDriverVersion)
+    version = _answer(nvml.nvmlSystemGetCudaDriverVersion_v2) or _answer(
+        nvml.nvmlSystemGetCudaDriverVersion
+    )
     cards = []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -89,6 +96,7 @@ def _read_card(nvml: ModuleType, index: int) -> dict[str, Any]:
     errors = nvml.nvmlDeviceGetTotalEccErrors
     reasons = _answer(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, card)
     rows = _answer(nvml.nvmlDeviceGetRemappedRows, card)
+    processes = _answer(nvml.nvmlDeviceGetComputeRunningProcesses, card)
     return {
         "index": index,
         "problem": None,
@@ -103,25 +111,15 @@ def _read_card(nvml: ModuleType, index: int) -> dict[str, Any]:
         "pages_pending": _answer(nvml.nvmlDeviceGetRetiredPagesPendingStatus, card),
         "rows_pending": rows and bool(rows[2]),
         "rows_failed": rows and bool(rows[3]),
-        "throttled": None if reasons is None else throttling(reasons),
-        "processes": _processes(nvml, card),
+        "throttled": None
+        if reasons is None
+        else [name for name, bits in THROTTLED.items() if reasons & bits],
+        "processes": processes  # None: not permitted
+        and [{"pid": process.pid, "memory": process.usedGpuMemory} for process in processes],
         "mig": _is_on(nvml.nvmlDeviceGetMigMode, card),
         "parts": _parts(nvml, card),
         "persistence": _answer(nvml.nvmlDeviceGetPersistenceMode, card),
     }
-
-
-def throttling(reasons: int) -> list[str]:
-    """Return why the clocks of a card are lowered, from NVML's bits; none if it is as it should."""
-    return [name for name, bits in THROTTLED.items() if reasons & bits]
-
-
-def _processes(nvml: ModuleType, card: Any) -> list[dict[str, Any]] | None:
-    """Return the processes that compute on a card. `memory`: in bytes; None if not permitted."""
-    processes = _answer(nvml.nvmlDeviceGetComputeRunningProcesses, card)
-    return processes and [
-        {"pid": process.pid, "memory": process.usedGpuMemory} for process in processes
-    ]
 
 
 def _parts(nvml: ModuleType, card: Any) -> list[dict[str, Any]]:
@@ -130,9 +128,8 @@ def _parts(nvml: ModuleType, card: Any) -> list[dict[str, Any]]:
     for number in range(_answer(nvml.nvmlDeviceGetMaxMigDeviceCount, card) or 0):
         part = _answer(nvml.nvmlDeviceGetMigDeviceHandleByIndex, card, number)
         if part is not None:
-            memory = nvml.nvmlDeviceGetMemoryInfo(part)
-            uuid = nvml.nvmlDeviceGetUUID(part)
-            parts.append({"uuid": uuid, "memory_total": memory.total})
+            total = nvml.nvmlDeviceGetMemoryInfo(part).total
+            parts.append({"uuid": nvml.nvmlDeviceGetUUID(part), "memory_total": total})
     return parts
 
 
@@ -161,10 +158,10 @@ def _by_nvidia_smi() -> Mapping[str, Any]:
         return {"problem": f"nvidia-smi: {(done.stdout + done.stderr).strip()[:300]}"}
     cards, driver = [], None
     for index, line in enumerate(filter(None, done.stdout.splitlines())):
-        name, driver, memory, uuid = (part.strip() for part in line.split(","))
+        name, driver, memory, uuid = map(str.strip, line.split(","))
         total = int(memory) * MIB if memory.isdigit() else None
-        card = {"index": index, "problem": None, "name": name, "uuid": uuid}
-        cards.append(card | {"memory_total": total})
+        card = {"index": index, "problem": None, "name": name, "uuid": uuid, "memory_total": total}
+        cards.append(card)
     return {"list": cards, "driver": driver}
 
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from hvdtrain.launcher.doctor import ALL_HOSTS, ByHost, Finding, Status, values_of
-from hvdtrain.launcher.doctor.checks import REBUILD
+from hvdtrain.launcher.doctor import (
+    ALL_HOSTS,
+    ByHost,
+    Finding,
+    HostCheck,
+    Slots,
+    Status,
+    list_by_host,
+    values_of,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
 # A worker with torch and Horovod imported holds 0.3 GiB before it has a model.
@@ -20,8 +27,7 @@ PROCESSES_PER_WORKER = 64
 PROCESSES_NEEDED, PROCESSES_NEEDED_PER_WORKER = 8, 14  # at least, with threads; measured: 10, 16
 LOCKED_WANTED = 1 * GIB  # InfiniBand registers the memory that it sends from
 SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0
-
-Slots = Mapping[str, int]
+REBUILD = "build it for this torch: `hvdtrain install-horovod`"
 
 
 def size(count: float) -> str:
@@ -29,91 +35,132 @@ def size(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
+def check_working_directory(facts: ByHost) -> list[Finding]:
+    """Check that the folder in which workers start exists."""
+    check, path = HostCheck("path"), ""
+    for host, folder in values_of(facts, "working_directory"):
+        path = folder["path"]
+        if not folder["usable"]:
+            check.add(
+                host,
+                "fail",
+                f"there is no folder {path}, in which workers start",
+                f"`mkdir -p {path}` there, or start from a folder that all hosts have",
+            )
+    return check.or_ok(f"working directory {path}")
+
+
+def check_ports(facts: ByHost) -> list[Finding]:
+    """Check that every host can listen on a port."""
+    check = HostCheck("ports")
+    for host, host_facts in facts.items():
+        if problem := host_facts.errors.get("listener"):
+            check.add(
+                host,
+                "fail",
+                f"cannot listen on any port: {problem}",
+                "free ports, or widen net.ipv4.ip_local_port_range",
+            )
+    return check.or_ok("hosts can listen on a port")
+
+
 def check_cores(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check that there are as many usable cores (affinity, container quota) as slots."""
-    findings, shown = [], {}
+    check = HostCheck("cores")
     for host, cores in values_of(facts, "cores"):
         usable = cores["usable"]
-        shown[host] = f"{usable:g}"
+        check.shown[host] = f"{usable:g} usable"
         if slots[host] > usable:
             of = f" (of {cores['all']})" if usable < cores["all"] else ""
-            text = f"{slots[host]} slots, but {usable:g} usable cores{of}: workers will wait"
-            fix = "give the host fewer slots, or its container or job more cores"
-            findings.append(Finding("cores", "warn", host, text, fix))
-    return findings or each_host("cores", shown, "{} usable")
+            check.add(
+                host,
+                "warn",
+                f"{slots[host]} slots, but {usable:g} usable cores{of}: workers will wait",
+                "give the host fewer slots, or its container or job more cores",
+            )
+    return check.or_shown()
 
 
 def check_memory(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check that free memory, also within the container's limit, suffices for the workers."""
-    findings, shown = [], {}
+    check, free = HostCheck("memory"), {}
     for host, memory in values_of(facts, "memory"):
-        free = memory["available"]
+        free[host] = memory["available"]
         group = facts[host].get("cgroup", {})
         if group.get("memory") is not None:
-            free = min(free, max(0, group["memory"] - (group["memory_used"] or 0)))
-        shown[host] = free
-        each = free / slots[host]
+            free[host] = min(free[host], max(0, group["memory"] - (group["memory_used"] or 0)))
+        each = free[host] / slots[host]
         if each < MEMORY_WANTED:
-            status: Status = "fail" if each < MEMORY_NEEDED else "warn"
-            needed = f"{size(MEMORY_NEEDED)} each, {size(slots[host] * MEMORY_NEEDED)} in all"
-            text = f"{size(free)} of memory free for {slots[host]} workers, which take {needed}, "
-            text += "before they have a model"
-            fix = "give the host fewer slots (-np), free memory, or raise the container's limit"
-            findings.append(Finding("memory", status, host, text, fix))
-    return findings or _at_least("memory", shown, "{} free")
+            check.add(
+                host,
+                "fail" if each < MEMORY_NEEDED else "warn",
+                f"{size(free[host])} of memory free for {slots[host]} workers, which take "
+                f"{size(MEMORY_NEEDED)} each, {size(slots[host] * MEMORY_NEEDED)} in all, before "
+                "they have a model",
+                "give the host fewer slots (-np), free memory, or raise the container's limit",
+            )
+    return check.findings or _at_least("memory", free, "{} free")
 
 
 def check_container(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check the container's limit on processes, and system calls that it may forbid."""
-    findings, shown = [], {}
+    check = HostCheck("container")
     for host, group in values_of(facts, "cgroup"):
-        parts = [f"{group['cores']:g} cores"] if group["cores"] else []
-        parts += [f"memory {size(group['memory'])}"] if group["memory"] else []
-        parts += [f"{group['processes']} processes"] if group["processes"] else []
-        shown[host] = ", ".join(parts) or "no limits"
+        limits = [
+            f"{group['cores']:g} cores" if group["cores"] else "",
+            f"memory {size(group['memory'])}" if group["memory"] else "",
+            f"{group['processes']} processes" if group["processes"] else "",
+        ]
+        check.shown[host] = ", ".join(filter(None, limits)) or "no limits"
         wanted = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots[host]
         if group["processes"] is not None and group["processes"] < wanted:
             left = group["processes"] - (group["processes_used"] or 0)
             needed = PROCESSES_NEEDED + PROCESSES_NEEDED_PER_WORKER * slots[host]
-            status: Status = "fail" if left < needed else "warn"
-            text = f"the container allows {group['processes']} processes and threads, {left} more"
-            fix = f"allow {wanted} (docker run --pids-limit; Kubernetes: podPidsLimit)"
-            findings.append(Finding("container", status, host, text, fix))
-        if facts[host].get("single_copy") is False:
-            text = "processes may not read each other's memory, which Open MPI does within a host"
-            fix = (
-                "start the container with --cap-add SYS_PTRACE, or set "
-                "OMPI_MCA_btl_vader_single_copy_mechanism=none"
+            check.add(
+                host,
+                "fail" if left < needed else "warn",
+                f"the container allows {group['processes']} processes and threads, {left} more",
+                f"allow {wanted} (docker run --pids-limit; Kubernetes: podPidsLimit)",
             )
-            findings.append(Finding("container", "warn", host, text, fix))
-    return findings or each_host("container", shown, "{}")
+        if facts[host].get("single_copy") is False:
+            check.add(
+                host,
+                "warn",
+                "processes may not read each other's memory, which Open MPI does within a host",
+                "start the container with --cap-add SYS_PTRACE, or set "
+                "OMPI_MCA_btl_vader_single_copy_mechanism=none",
+            )
+    return check.or_shown()
 
 
 def check_shm(facts: ByHost) -> list[Finding]:
     """Check the room in /dev/shm, through which data-loading workers pass batches."""
-    findings, shown = [], {}
+    check, free = HostCheck("shm"), {}
     for host, host_facts in facts.items():
         shm = host_facts.get("shm")
         if shm is None:
-            text = "no /dev/shm, which horovodrun, Open MPI and data-loading workers need"
-            fix = (
-                "start the container without --ipc none, or mount a tmpfs: --tmpfs /dev/shm:size=1g"
+            check.add(
+                host,
+                "fail",
+                "no /dev/shm, which horovodrun, Open MPI and data-loading workers need",
+                "start the container without --ipc none, or mount a tmpfs: "
+                "--tmpfs /dev/shm:size=1g",
             )
-            findings.append(Finding("shm", "fail", host, text, fix))
         elif shm["free"] < SHM_WANTED:
-            text = (
-                f"/dev/shm has {size(shm['free'])} free: too little for data-loading workers (-j)"
+            check.add(
+                host,
+                "warn",
+                f"/dev/shm has {size(shm['free'])} free: too little for data-loading workers (-j)",
+                "docker run --shm-size=1g (compose: shm_size), or train with -j 0",
             )
-            fix = "docker run --shm-size=1g (compose: shm_size), or train with -j 0"
-            findings.append(Finding("shm", "warn", host, text, fix))
         else:
-            shown[host] = shm["free"]
-    return findings or _at_least("shm", shown, "/dev/shm {} free")
+            free[host] = shm["free"]
+    return check.findings or _at_least("shm", free, "/dev/shm {} free")
 
 
 def check_limits(facts: ByHost, slots: Slots) -> list[Finding]:
     """Check the ulimits: open files, processes, locked memory."""
-    findings = []
+    check = HostCheck("limits")
     for host, limits in values_of(facts, "limits"):
         processes = PROCESSES_WANTED + PROCESSES_PER_WORKER * slots[host]
         wanted = {"open_files": ("n", OPEN_FILES_WANTED), "processes": ("u", processes)}
@@ -123,62 +170,81 @@ def check_limits(facts: ByHost, slots: Slots) -> list[Finding]:
             if limits[name] is not None and limits[name] < least:
                 in_bytes = name == "locked_memory"
                 shown = size(limits[name]) if in_bytes else limits[name]
-                text = f"a process may have {shown} {name.replace('_', ' ')}"
                 enough = f"ulimit -{letter} {'unlimited' if in_bytes else least}"
-                fix = f"`{enough}`, for ssh in /etc/security/limits.conf"
-                findings.append(Finding("limits", "warn", host, text, fix))
-    return findings or [Finding("limits", "ok", ALL_HOSTS, "ulimits are high enough")]
+                check.add(
+                    host,
+                    "warn",
+                    f"a process may have {shown} {name.replace('_', ' ')}",
+                    f"`{enough}`, for ssh in /etc/security/limits.conf",
+                )
+    return check.or_ok("ulimits are high enough")
 
 
 def check_output(facts: ByHost, first: str) -> list[Finding]:
     """Check that runs can be written, with room. `first`: the host of rank 0, which writes them."""
-    findings, shown = [], {}
+    check, free = HostCheck("output"), {}
     for host, state in values_of(facts, "output"):
         worst: Status = "fail" if host == first else "warn"
-        free, files = state["free"], state["files_free"]
+        free[host], files = state["free"], state["files_free"]
         few_files = files is not None and files < FILES_NEEDED
-        shown[host] = free
         if state["problem"]:
-            text = f"{state['asked']} cannot be written: {state['problem']} ({state['path']})"
-            fix = "make it writable, or choose another folder by --output"
-            findings.append(Finding("output", worst, host, text, fix))
-        elif free < DISK_WANTED or few_files:
-            left = "few more files" if few_files else size(free)
-            text = f"the disk of {state['asked']} has room for {left}"
-            fix = "free some of it, or choose another folder by --output"
-            status: Status = worst if free < DISK_NEEDED or few_files else "warn"
-            findings.append(Finding("output", status, host, text, fix))
-    return findings or _at_least("output", shown, "writable, {} free")
+            check.add(
+                host,
+                worst,
+                f"{state['asked']} cannot be written: {state['problem']} ({state['path']})",
+                "make it writable, or choose another folder by --output",
+            )
+        elif free[host] < DISK_WANTED or few_files:
+            left = "few more files" if few_files else size(free[host])
+            check.add(
+                host,
+                worst if free[host] < DISK_NEEDED or few_files else "warn",
+                f"the disk of {state['asked']} has room for {left}",
+                "free some of it, or choose another folder by --output",
+            )
+    return check.findings or _at_least("output", free, "writable, {} free")
 
 
 def check_shared(seen: Mapping[str, bool], first: str, folder: str) -> list[Finding]:
     """Check that the other hosts see a file of the first. `seen`: whether each other host does."""
     if not seen:
         return []
-    if all(seen.values()):
-        return [Finding("shared", "ok", ALL_HOSTS, f"all hosts share {folder}")]
-    without = ", ".join(host for host, sees in seen.items() if not sees)
-    text = (
-        f"{folder} of {first} is not shared with {without}: checkpoints are on {first} alone, and "
-        "a job that starts elsewhere does not find them"
-    )
-    fix = f"put --output on a file system that all hosts share, or keep {first} the first host"
-    return [Finding("shared", "warn", ALL_HOSTS, text, fix)]
+    check = HostCheck("shared")
+    if without := ", ".join(host for host, sees in seen.items() if not sees):
+        check.add(
+            ALL_HOSTS,
+            "warn",
+            f"{folder} of {first} is not shared with {without}: checkpoints are on {first} alone, "
+            "and a job that starts elsewhere does not find them",
+            f"put --output on a file system that all hosts share, or keep {first} the first host",
+        )
+    return check.or_ok(f"all hosts share {folder}")
+
+
+def check_built_for(facts: ByHost) -> list[Finding]:
+    """Check that Horovod was compiled for the installed torch (check_horovod_loads is slower)."""
+    check = HostCheck("horovod")
+    for host, built in values_of(facts, "horovod_built_for"):
+        # Not the version of the package, which may lack the local part that names the build.
+        torch = (facts[host].get("torch_build") or {}).get("version")
+        if built and torch and built != torch:
+            text = f"Horovod was built for torch {built}, but torch {torch} is installed"
+            check.add(host, "warn", text, REBUILD)
+    return check.findings
 
 
 def check_horovod_loads(facts: ByHost) -> list[Finding]:
     """Check that Horovod's native library loads beside the installed torch."""
-    findings, shown = [], {}
+    check = HostCheck("horovod loads")
     for host, loads in values_of(facts, "horovod_loads"):
         if loads["problem"]:
-            findings.append(Finding("horovod loads", "fail", host, loads["problem"], REBUILD))
+            check.add(host, "fail", loads["problem"], REBUILD)
         elif not loads["gloo"]:
-            text = "Horovod is built without Gloo"
-            findings.append(Finding("horovod loads", "warn", host, text, REBUILD))
+            check.add(host, "warn", "Horovod is built without Gloo", REBUILD)
         else:
-            built = [name for name in ("gloo", "mpi", "nccl") if loads[name]]
-            shown[host] = f"beside torch {loads['torch']}, with {', '.join(built)}"
-    return findings or each_host("horovod loads", shown, "{}")
+            features = ", ".join(name for name in ("gloo", "mpi", "nccl") if loads[name])
+            check.shown[host] = f"beside torch {loads['torch']}, with {features}"
+    return check.or_shown()
 
 
 def check_torchvision_loads(facts: ByHost) -> list[Finding]:
@@ -193,51 +259,49 @@ def check_torchvision_loads(facts: ByHost) -> list[Finding]:
 
 def check_mpi(facts: ByHost, needed: bool) -> list[Finding]:
     """Check for Open MPI 4, the same everywhere. `needed`: the user chose the MPI controller."""
-    versions = dict(values_of(facts, "mpi"))
+    check = HostCheck("mpi")
     worst: Status = "fail" if needed else "warn"
-    if versions and not any(versions.values()):
+    versions = dict(values_of(facts, "mpi"))
+    different = set(filter(None, versions.values()))
+    if versions and not different:
         text = "no mpirun on PATH: --controller gloo only"
         return [Finding("mpi", worst, ALL_HOSTS, text, "launch/setup installs Open MPI 4")]
-    findings = []
     for host, version in versions.items():
         if version is None:
             fix = "install the same MPI there, or use --controller gloo"
-            findings.append(Finding("mpi", worst, host, "no mpirun on PATH", fix))
+            check.add(host, worst, "no mpirun on PATH", fix)
         elif not version.startswith("Open MPI 4."):
-            text = f"{version}: horovodrun's options fit Open MPI 4 only"
-            findings.append(Finding("mpi", worst, host, text, "install Open MPI 4: launch/setup"))
-    if len(different := set(filter(None, versions.values()))) > 1:
-        text = f"different versions: {list_by_host(versions)}"
-        fix = "install one version everywhere, or use --controller gloo"
-        findings.append(Finding("mpi", worst, ALL_HOSTS, text, fix))
-    return findings or [Finding("mpi", "ok", ALL_HOSTS, version) for version in different]
+            check.add(
+                host,
+                worst,
+                f"{version}: horovodrun's options fit Open MPI 4 only",
+                "install Open MPI 4: launch/setup",
+            )
+    if len(different) > 1:
+        check.add(
+            ALL_HOSTS,
+            worst,
+            f"different versions: {list_by_host(versions)}",
+            "install one version everywhere, or use --controller gloo",
+        )
+    return check.findings or [Finding("mpi", "ok", ALL_HOSTS, version) for version in different]
 
 
 def check_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
     """Check the clocks against this machine's. `offsets`: by host, (seconds ahead, uncertainty)."""
-    findings = []
+    check = HostCheck("clock")
     for host, (ahead, uncertain) in offsets.items():
         if abs(ahead) - uncertain > SKEW_WARN_S:
-            status: Status = "fail" if abs(ahead) - uncertain > SKEW_FAIL_S else "warn"
-            text = f"the clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}"
-            fix = "synchronise it with a time server: `timedatectl set-ntp true`"
-            findings.append(Finding("clock", status, host, text, fix))
-    if offsets and not findings:
-        widest = max(abs(ahead) + uncertain for ahead, uncertain in offsets.values())
-        return [Finding("clock", "ok", ALL_HOSTS, f"clocks agree within {widest * 1000:.0f} ms")]
-    return findings
-
-
-def list_by_host(values: Mapping[str, Any]) -> str:
-    """Return pairs of host and value as text."""
-    return ", ".join(f"{host} {value}" for host, value in values.items())
-
-
-def each_host(check: str, shown: Mapping[str, str], text: str) -> list[Finding]:
-    """Return one finding if all hosts are alike, else one for each."""
-    if len(set(shown.values())) == 1:
-        return [Finding(check, "ok", ALL_HOSTS, text.format(next(iter(shown.values()))))]
-    return [Finding(check, "ok", host, text.format(value)) for host, value in shown.items()]
+            check.add(
+                host,
+                "fail" if abs(ahead) - uncertain > SKEW_FAIL_S else "warn",
+                f"the clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}",
+                "synchronise it with a time server: `timedatectl set-ntp true`",
+            )
+    if not offsets:
+        return []
+    widest = max(abs(ahead) + uncertain for ahead, uncertain in offsets.values())
+    return check.or_ok(f"clocks agree within {widest * 1000:.0f} ms")
 
 
 def _at_least(check: str, free: Mapping[str, float], text: str) -> list[Finding]:

@@ -25,7 +25,7 @@ from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.doctor.trainings import Trainings
 from hvdtrain.launcher.horovodrun import login_of
-from hvdtrain.launcher.processes import marked
+from hvdtrain.launcher.processes import marked, send_signal
 from hvdtrain.launcher.protocol import remove_ticket, write_ticket
 from hvdtrain.network import interface_of
 
@@ -46,58 +46,45 @@ def answer(request: Request) -> Answer:
     """Return the facts for `quick` and `all`, else one value, under the name of the request."""
     os.environ.update(request.get("environment", {}))  # the environment that workers will have
     name = request.get("do", "")
-    if name == "quick":
-        return gather_quick(request)
-    if name == "all":
-        return gather_all(request)
+    if name in ("quick", "all"):
+        return gather_facts(request)
     if name not in HANDLERS:
         return {"values": {}, "errors": {"request": f"unknown: {name!r}"}}
     return gather({name: lambda: HANDLERS[name](request)})
 
 
-def gather_quick(request: Request) -> Answer:
-    """Gather the quick facts, connect back to the launcher, and store the ticket."""
-    gathered = gather(quick_sources(request["working_directory"]))
-    if request.get("channel_port"):
-        gathered["values"]["channel"] = channel = call_back(request)
-        if channel["address"] and request.get("ticket"):
-            ticket = request["ticket"] | {"login": LOGIN}
-            ticket["channel"] = [channel["address"], request["channel_port"]]
-            _merge(gathered, gather({"ticket": lambda: str(write_ticket(ticket, os.environ))}))
-    return gathered
-
-
-def gather_all(request: Request) -> Answer:
-    """Gather all facts concurrently, since some need child processes, and start to listen."""
-    sources = slow_sources(request["output"]) | {"listener": listen}
-    with ThreadPoolExecutor(len(sources)) as threads:
-        parts = [threads.submit(gather, {name: source}) for name, source in sources.items()]
-        gathered = gather_quick(request)
-        for part in parts:
-            _merge(gathered, part.result())
-    return gathered
-
-
-def _merge(gathered: Answer, more: Answer) -> None:
-    gathered["values"].update(more["values"])
-    gathered["errors"].update(more["errors"])
+def gather_facts(request: Request) -> Answer:
+    """Gather the quick facts, connect back to the launcher, and store the ticket. For `all`, gather
+    the others too, concurrently, since some need child processes, and start to listen.
+    """
+    slow = slow_sources(request["output"]) | {"listener": listen} if request["do"] == "all" else {}
+    with ThreadPoolExecutor(len(slow) + 1) as threads:
+        futures = {name: threads.submit(source) for name, source in slow.items()}
+        sources = quick_sources(request["working_directory"])
+        if request.get("channel_port"):
+            channel = call_back(request)
+            sources["channel"] = lambda: channel
+            if channel["address"] and request.get("ticket"):
+                ticket = request["ticket"] | {"login": LOGIN}
+                ticket["channel"] = [channel["address"], request["channel_port"]]
+                sources["ticket"] = lambda: str(write_ticket(ticket, os.environ))
+        return gather(sources | {name: future.result for name, future in futures.items()})
 
 
 def call_back(request: Request) -> dict[str, Any]:
     """Return the first launcher address that accepts a connection, and the interface used."""
     tried = []
     for address in launcher_addresses(request, os.environ):
-        target = (address, request["channel_port"])
         try:
+            target = (address, request["channel_port"])
             with socket.create_connection(target, timeout=CONNECT_S) as connection:
                 local_address = connection.getsockname()[0]
         except OSError as error:
             tried.append([address, error.strerror or str(error)])
         else:
-            interface = interface_of(local_address)
             return {
                 "address": address,
-                "interface": interface,
+                "interface": interface_of(local_address),
                 "own": local_address,
                 "tried": tried,
             }
@@ -110,9 +97,11 @@ def launcher_addresses(request: Request, environment: Mapping[str, str]) -> list
         return [str(request["channel_address"])]
     if request.get("local"):
         return ["127.0.0.1"]
-    client = environment.get("SSH_CONNECTION", "").split()[:1]
-    candidates = [address.removeprefix("::ffff:") for address in client]
-    candidates += [item for item in request["addresses"] if not item.startswith("127.")]
+    client = environment.get("SSH_CONNECTION", "").removeprefix("::ffff:").split()[:1]
+    candidates = [
+        *client,
+        *(address for address in request["addresses"] if not address.startswith("127.")),
+    ]
     return [address for address in dict.fromkeys(candidates) if ":" not in address]
 
 
@@ -196,9 +185,7 @@ def sweep(mark: str) -> int:
     Return their number.
     """
     processes = marked(MARK, mark)
-    for pid in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    send_signal(signal.SIGKILL, processes)
     return len(processes)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
-from hvdtrain.launcher.doctor import ALL_HOSTS, Finding
+from hvdtrain.launcher.doctor import ALL_HOSTS, Finding, HostCheck
 from hvdtrain.launcher.doctor.probe import MARK, sweep
 from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all
 from hvdtrain.launcher.horovodrun import (
@@ -36,6 +36,8 @@ LIMIT_S = 60.0
 END_S = 5.0
 SMALL, LARGE = 4, 4 << 20  # bytes: latency, bandwidth
 SET = ("--ops", "allreduce-sum", "--dtypes", "float32", "--sizes", "4,4M")
+# Lines of output that name a cause: hvdtrain's error, another error.
+CAUSES = (r"^hvdtrain: |^verify: .*wrong", r"not found|denied|refused|timed out|Error:")
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,13 @@ def run_ring(
 
 def check_ring(ring: RingTrial) -> list[Finding]:
     """Check that all sums are right, and report latency and bandwidth."""
-    where = f"{ring.workers} workers, {ring.controller}"
+    check, where = HostCheck("ring"), f"{ring.workers} workers, {ring.controller}"
     report = ring.measured or {"cases": [], "wrong": 0}
     measured = _measured_alone(report["cases"])
-    if ring.exit_code == 0 and measured and all(map(_is_complete, measured.values())):
-        speeds = [_speed(report, device, alone) for device, alone in measured.items()]
-        text = f"{where}: all sums right; {'; '.join(speeds)}"
-        return [Finding("ring", "ok", ALL_HOSTS, text)]
+    is_complete = all(sizes.keys() >= {SMALL, LARGE} for sizes in measured.values())
+    if ring.exit_code == 0 and measured and is_complete:
+        speeds = [_speed(report, device, sizes) for device, sizes in measured.items()]
+        return check.or_ok(f"{where}: all sums right; {'; '.join(speeds)}")
     reported = re.search(rf"(?i)exit (?:with status )?code:? +{EXIT_MISMATCH}\b", ring.output)
     if ring.exit_code == EXIT_MISMATCH or report["wrong"] > 0 or reported:
         problem = "sums are wrong"
@@ -149,8 +151,8 @@ def check_ring(ring: RingTrial) -> list[Finding]:
     else:
         problem = f"ended with exit code {ring.exit_code}"
         fix = "fix what the checks above name, then run it by hand: horovodrun ... hvdtrain verify"
-    text = f"{where}: {problem}: {last_words(ring.output)}"
-    return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
+    check.add(ALL_HOSTS, "fail", f"{where}: {problem}: {last_words(ring.output)}", fix)
+    return check.findings
 
 
 def _measured_alone(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
@@ -162,28 +164,19 @@ def _measured_alone(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, M
     return by_device
 
 
-def _is_complete(alone: Mapping[int, Mapping[str, Any]]) -> bool:
-    return alone.keys() >= {SMALL, LARGE}
-
-
-def _speed(report: Mapping[str, Any], device: str, alone: Mapping[int, Mapping[str, Any]]) -> str:
+def _speed(report: Mapping[str, Any], device: str, sizes: Mapping[int, Mapping[str, Any]]) -> str:
     """Return latency and bandwidth (busbw of nccl-tests) of the sums of one device's tensors."""
-    bandwidth = alone[LARGE]["bus_bandwidth_bytes_per_s"]
-    text = (
-        f"{SMALL} bytes in {alone[SMALL]['seconds'] * 1000:.1f} ms, "
-        f"bus bandwidth {bandwidth / 1e6:.0f} MB/s"
+    on_gpus = f"on GPUs{' by NCCL' if report.get('nccl') else ''} "
+    return (
+        f"{'' if device == 'cpu' else on_gpus}{SMALL} bytes in "
+        f"{sizes[SMALL]['seconds'] * 1000:.1f} ms, bus bandwidth "
+        f"{sizes[LARGE]['bus_bandwidth_bytes_per_s'] / 1e6:.0f} MB/s"
     )
-    if device == "cpu":
-        return text
-    return f"on GPUs{' by NCCL' if report['nccl'] else ''} {text}"
 
 
 def last_words(output: str) -> str:
     """Return the line that shows the cause: hvdtrain's error, another error, or the last line."""
     lines = [re.sub(r"^\[[\d,]+\]<std\w+>:", "", line).strip() for line in output.splitlines()]
-    lines = [line for line in lines if line]
-    for pattern in (r"^hvdtrain: |^verify: .*wrong", r"not found|denied|refused|timed out|Error:"):
-        for line in lines:
-            if re.search(pattern, line):
-                return line[:300]
-    return lines[-1][:300] if lines else "no output"
+    lines = list(filter(None, lines))
+    causes = [line for pattern in CAUSES for line in lines if re.search(pattern, line)]
+    return [*causes, *lines[-1:], "no output"][0][:300]

@@ -28,8 +28,15 @@ class BurnInTraining:
     """The process that trains on one core or GPU, and its results so far."""
 
     def __init__(self, what: str, number: int, command: Sequence[str], uuid: str = "") -> None:
-        self._results: dict[str, Any] = {"what": what, "number": number, "uuid": uuid}
-        self._results |= {"kind": "", "repetitions": 0, "answers": {}, "sums": None}
+        self._results: dict[str, Any] = {
+            "what": what,
+            "number": number,
+            "uuid": uuid,
+            "kind": "",
+            "repetitions": 0,
+            "answers": {},
+            "sums": None,
+        }
         self._problem: str | None = None
         self._last_words = ""
         self._heard_s = time.monotonic()
@@ -63,15 +70,11 @@ class BurnInTraining:
             code = self.end()
         if code is not None:
             self._reader.join(END_S)
-            self._problem = self._problem or self._explain(code)
+            if not self._problem and not (code == 0 and self._results["repetitions"]):
+                ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                words = f" ({self._last_words})" if self._last_words else ""
+                self._problem = f"ended by {ended}{words}"
         return self._results | {"running": code is None, "problem": self._problem}
-
-    def _explain(self, code: int) -> str | None:
-        """Return what is wrong with the end of the process, or None."""
-        if code == 0 and self._results["repetitions"]:
-            return None
-        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"ended by {ended}" + (f" ({self._last_words})" if self._last_words else "")
 
     def end(self) -> int:
         """Kill the process, if it runs; return its exit code."""
@@ -98,8 +101,7 @@ class Trainings:
         self._seconds, self._listing_since_s = seconds, time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-burn-in-")
         for core in sorted(os.sched_getaffinity(0)):
-            command = [*ON_CORE, str(core), str(seconds)]
-            self._trainings.append(BurnInTraining(CORE, core, command))
+            self._trainings.append(BurnInTraining(CORE, core, [*ON_CORE, str(core), str(seconds)]))
         self._listing = subprocess.Popen(
             [*ON_DEVICE, "list"],
             stdin=subprocess.DEVNULL,
@@ -114,11 +116,12 @@ class Trainings:
         """Return the results of each core and GPU, and the trace of each answer."""
         self._start_devices()
         units = [training.state() for training in self._trainings]
-        traces: dict[str, Any] = {}
+        traces = {
+            answer: occurrences["trace"]
+            for unit in units
+            for answer, occurrences in unit["answers"].items()
+        }
         for unit in units:
-            traces |= {
-                answer: occurrences["trace"] for answer, occurrences in unit["answers"].items()
-            }
             unit["answers"] = {
                 answer: {"count": occurrences["count"], "at": occurrences["at"]}
                 for answer, occurrences in unit["answers"].items()
@@ -148,8 +151,8 @@ class Trainings:
             self._problem = f"torch cannot list the GPUs: {words or f'exit code {code}'}"
             return
         for number, (device, uuid) in enumerate(devices):
-            among = [str(number), str(len(devices)), f"{self._folder.name}/store"]
-            command = [*ON_DEVICE, device, str(self._seconds), *among]
+            numbers = map(str, (self._seconds, number, len(devices)))
+            command = [*ON_DEVICE, device, *numbers, f"{self._folder.name}/store"]
             self._trainings.append(BurnInTraining(GPU, number, command, uuid))
 
     def _end_listing(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import TransportError, UsageError
-from hvdtrain.network import GuardedListener
+from hvdtrain.network import GuardedListener, prove
 from hvdtrain.pulse import RING_TOKEN
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.transports import DEFAULT_TIMEOUT_S, Work
@@ -148,9 +148,9 @@ class TcpTransport:
             link.sendall(hello)
             nonce = _receive(link, NONCE_BYTES, deadline)
             proof = _receive(link, PROOF_BYTES, deadline)
-            if not hmac.compare_digest(proof, _prove(token, b"accept", hello, nonce)):
+            if not hmac.compare_digest(proof, prove(token, b"accept", hello + nonce)):
                 raise self._failure(self._right_rank, "does not have this run's token")
-            link.sendall(_prove(token, b"connect", hello, nonce))
+            link.sendall(prove(token, b"connect", hello + nonce))
         except (OSError, EOFError) as error:
             link.close()
             raise self._failure(self._right_rank, f"broke off the handshake ({error})") from error
@@ -231,9 +231,9 @@ class _Acceptor:
         if (magic, sender, receiver) != (MAGIC, self._expected, self._rank):
             return False
         nonce = os.urandom(NONCE_BYTES)
-        link.sendall(nonce + _prove(self._token, b"accept", hello, nonce))
+        link.sendall(nonce + prove(self._token, b"accept", hello + nonce))
         proof = _receive(link, PROOF_BYTES, self._deadline)
-        return hmac.compare_digest(proof, _prove(self._token, b"connect", hello, nonce))
+        return hmac.compare_digest(proof, prove(self._token, b"connect", hello + nonce))
 
 
 def _hang_up(link: socket.socket) -> None:
@@ -266,10 +266,6 @@ def token_of_launcher(have_token: Sequence[bool]) -> bytes | None:
             "all workers by one `hvdtrain launch`, or unset it"
         )
     return os.environ[RING_TOKEN].encode() if all(have_token) else None
-
-
-def _prove(token: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(token, role + hello + nonce, "sha256")
 
 
 def _receive(link: socket.socket, count: int, deadline: float) -> bytes:

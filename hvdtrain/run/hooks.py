@@ -1,24 +1,33 @@
-"""Assembly of a run's audits and of its trace, from the configuration."""
+"""The hooks of a run, which the loop calls: audits and trace, keeper, profiler."""
 
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.audit import Auditor, Audits
 from hvdtrain.audit.checks import BoundCheck, CanonicalCheck, ExactCheck
 from hvdtrain.audit.compute import ComputeAudit
 from hvdtrain.audit.trace import StepConditions, Tracer
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import UsageError
-from hvdtrain.exchange import Exchange, known_order_of, run_on_all
+from hvdtrain.errors import Stopped, TrainingError, UsageError
+from hvdtrain.exchange import Exchange, known_order_of
+from hvdtrain.exchange.agreement import run_on_all
+from hvdtrain.files import make_folder
+from hvdtrain.pulse import Pulse
 from hvdtrain.records.ledger import Ledger
-from hvdtrain.records.machine import changes, machine
+from hvdtrain.records.provenance import changes, machine
 from hvdtrain.ring.orders import KnownOrder
+from hvdtrain.run.stop import StopSignals
+from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
-from hvdtrain.train.step import Audit
+from hvdtrain.train.loop import Audit, State
+from hvdtrain.train.state import capture
 
 
 def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder | None:
@@ -42,25 +51,26 @@ def make_audits(
     ledger: Ledger,
 ) -> Audits:
     """Collective: return the audits and the trace of the run, which begins after step `since`."""
-    each: list[Audit] = []
-    if _has_audits(config, exchange):
-        each.append(_make_auditor(config, job, exchange, order, ledger))
-    if every := config.check.trace_every:
-        each.append(_make_tracer(every, config, job, exchange, since, ledger))
-    if config.check.audit_compute and exchange.size > 1:
-        each.append(_make_compute_audit(config, job, exchange, ledger))
-    return Audits(*each)
+    computes = config.check.audit_compute and exchange.size > 1
+    each: tuple[Audit | None, ...] = (
+        _make_auditor(config, job, exchange, order, ledger)
+        if _has_audits(config, exchange)
+        else None,
+        _make_tracer(config, job, exchange, since, ledger) if config.check.trace_every else None,
+        _make_compute_audit(config, job, exchange, ledger) if computes else None,
+    )
+    return Audits(*filter(None, each))
 
 
 def _make_tracer(
-    every: int, config: TrainConfig, job: Job, exchange: Exchange, since: int, ledger: Ledger
+    config: TrainConfig, job: Job, exchange: Exchange, since: int, ledger: Ledger
 ) -> Tracer:
     """Return the trace of every K-th step, and of the last one, which the final checkpoint holds.
 
     If one process could not add as these ranks do, it can only compute the first step after each
     checkpoint again, so these are recorded as well, with sums to compare.
     """
-    is_virtual = config.batch.virtual_workers is not None
+    every, is_virtual = config.check.trace_every, config.batch.virtual_workers is not None
     order = None if is_virtual else known_order_of(exchange, job.device)
     repeats = is_virtual or order is not None
     setting = StepConditions(job.total_steps, torch.get_num_threads())
@@ -97,8 +107,9 @@ def _make_compute_audit(
                 f"--audit-compute: bits of this rank may differ from those of rank 0: {others[0]}. "
                 "Leave --audit-compute out, or use equal workers"
             )
-        every, seed = config.check.audit_compute, config.run.seed
-        return ComputeAudit(job, exchange, hosts, every, seed, ledger.recomputed)
+        return ComputeAudit(
+            job, exchange, hosts, config.check.audit_compute, config.run.seed, ledger.recomputed
+        )
 
     return run_on_all(exchange, "compute_audit", make)
 
@@ -132,3 +143,75 @@ def _make_auditor(
 
 def _has_audits(config: TrainConfig, exchange: Exchange) -> bool:
     return config.check.audit_every > 0 and exchange.size > 1
+
+
+@dataclass(frozen=True)
+class RunKeeper:
+    """The keeper of every rank: saving and stopping are collective; only rank 0's ledger writes."""
+
+    exchange: Exchange
+    ledger: Ledger
+    signals: StopSignals
+    pulse: Pulse
+
+    def stop_requested(self) -> bool:
+        self.signals.alive()
+        self.pulse.beat()
+        self.ledger.checkpoints.check()
+        return self.signals.requested is not None
+
+    def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
+        progress = self.ledger.progress()
+        self.pulse.beat("save")
+        self.ledger.checkpoints.wait()  # before the next copy of the state is made
+        self.pulse.beat("exchange")
+        snapshot = capture(job, state, self.exchange, progress)
+        self.pulse.beat("save")
+        self.ledger.saved(snapshot, evaluation)
+
+    def stop(self) -> NoReturn:
+        """Collective: raise Stopped on all ranks with the highest signal that any received."""
+        self.ledger.checkpoints.wait()
+        numbers = self.exchange.all_gather_object(self.signals.requested, "hvdtrain.stop")
+        raise Stopped(max(number for number in numbers if number is not None))
+
+
+@dataclass
+class StepProfiler:
+    """A profiler of a range of steps: torch's on every rank, and Horovod's timeline.
+
+    Both can be opened in chrome://tracing and https://ui.perfetto.dev.
+    """
+
+    steps: tuple[int, int] | None  # first and last, counted from 1; None: no profile
+    folder: Path  # receives rank-N.json of every rank, and timeline.json of rank 0
+    exchange: Exchange
+    _profile: profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Start the profile if `step` is in the range; call before each step."""
+        due = self.steps is not None and self.steps[0] <= step <= self.steps[1]
+        if not due or self._profile is not None:
+            return
+        try:
+            make_folder(self.folder)
+        except OSError as error:
+            raise TrainingError(f"--profile: {self.folder}: {error.strerror}") from error
+        on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+        self._profile.start()
+        self.exchange.start_timeline(self.folder / "timeline.json")
+
+    def end(self, step: int) -> None:
+        """Write the profile at the end of the range; call after each step."""
+        if self.steps is not None and step >= self.steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the profile and write it. Further calls have no effect."""
+        if self._profile is None:
+            return
+        done, self._profile, self.steps = self._profile, None, None
+        self.exchange.stop_timeline()
+        done.stop()
+        done.export_chrome_trace(str(self.folder / f"rank-{self.exchange.rank}.json"))
