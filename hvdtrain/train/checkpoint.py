@@ -132,15 +132,19 @@ class Checkpoints:
         """Correct the pointers `last` and `best` before a killed run is resumed.
 
         `resumed`: name of the checkpoint to resume from. `best`: name of the best one so far, as
-        recorded in that checkpoint. A pointer to a missing checkpoint is removed.
+        recorded in that checkpoint. A pointer to a missing checkpoint is removed. Raises UsageError
+        for one that cannot be replaced, such as a folder of that name.
         """
         for pointer, name in (("last", resumed), ("best", best)):
             path = self.folder / pointer
-            if name is not None and (self.folder / name).is_dir():
-                if _pointed(path) != name:
-                    replace_file(path, [name, "\n"])
-            elif not (self.folder / (_pointed(path) or "none")).is_dir():
-                path.unlink(missing_ok=True)
+            try:
+                if name is not None and (self.folder / name).is_dir():
+                    if _pointed(path) != name:
+                        replace_file(path, [name, "\n"])
+                elif not (self.folder / (_pointed(path) or "none")).is_dir():
+                    path.unlink(missing_ok=True)
+            except OSError as error:
+                raise UsageError(f"{path}: {_reason(error)}; remove it") from error
 
     def _write(self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any]) -> None:
         try:

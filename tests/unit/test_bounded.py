@@ -44,6 +44,8 @@ def refusal(read: Callable[[], Any]) -> str:
     pid = os.fork()
     if pid == 0:
         try:
+            torch.set_num_threads(1)  # those of the parent do not exist here
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CPU, (MOST_S, MOST_S))
             signal.alarm(10 * MOST_S)
             try:

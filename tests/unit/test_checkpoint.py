@@ -20,7 +20,7 @@ from safetensors.torch import load_file, load_model
 
 from hvdtrain import files
 from hvdtrain.cli.train import run
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.models import build_model
 from hvdtrain.tensors import params_sha256
@@ -394,3 +394,13 @@ def test_pointers_are_repaired(tmp_path: Path, best, resumed, stored, expected) 
     Checkpoints(tmp_path, 3).repair(resumed, stored)
     assert (tmp_path / "last").read_text() == f"{resumed}\n"
     assert checkpoint._pointed(tmp_path / "best") == expected
+
+
+@pytest.mark.parametrize("stored", ["step-00000001", None])
+def test_a_folder_in_the_place_of_a_pointer_is_named(tmp_path: Path, stored: str | None) -> None:
+    """Fails if it ends in a traceback, or does not name the folder, which may be anyone's."""
+    save(tmp_path, small(1))
+    (tmp_path / "best").unlink(missing_ok=True)
+    (tmp_path / "best").mkdir()
+    with pytest.raises(UsageError, match=r"/best: Is a directory; remove it"):
+        Checkpoints(tmp_path, 3).repair("step-00000001", stored)
