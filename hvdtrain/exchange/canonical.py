@@ -75,7 +75,7 @@ class _Rows:
     """Parameters that are summed together, as rows of BLOCK elements; each begins a new row."""
 
     def __init__(self, number: int, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """`number`: of these parameters among all that are summed together."""
+        """Prepare the sums of these parameters, `number` of all that are summed together."""
         self.number, self.parameters = number, parameters
         lengths = [-(-real_length(parameter) // BLOCK) * BLOCK for parameter in parameters]
         *self._starts, total = itertools.accumulate(lengths, initial=0)

@@ -142,9 +142,8 @@ def descendants(pid: int) -> list[int]:
 def id_within(pid: int) -> int:
     """Return the id of a process in its own PID namespace; 0 once it is gone."""
     lines = _read(pid, "status").splitlines()
-    # A kernel without such namespaces has no such line.
-    ids = [line.split()[-1] for line in lines if line.startswith("NSpid:")] or [pid]
-    return int(ids[0]) if lines else 0
+    outer = pid if lines else 0  # in a kernel without such namespaces, which has no such line
+    return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), outer)
 
 
 def _all_processes() -> Iterator[int]:

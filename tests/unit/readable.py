@@ -34,13 +34,8 @@ class Numbers:
             raise LookupError("a reader's own mistake")
         return 1000 * epoch + index, os.getpid()
 
-    def collate(self, samples: list[Any]) -> Any:
-        if samples:
-            return torch.utils.data.default_collate(samples)
+    def empty_batch(self) -> Any:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-
-    def finish(self, batch: Any) -> Any:
-        return batch
 
 
 class Squares(torch.utils.data.Dataset[Any]):
