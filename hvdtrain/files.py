@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from hvdtrain.errors import UsageError
 
+IS_LINK = "{} is a symbolic link, which is not followed; remove it"
 KEPT = ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # flags of each open; no system has all of them
 
 
@@ -52,8 +53,7 @@ def _open_plain(path: Path, flags: int, follow: bool = False) -> int:
     except OSError as error:
         if follow or error.errno != errno.ELOOP:
             raise
-        reason = f"{path.name} is a symbolic link, which is not followed; remove it"
-        raise OSError(errno.ELOOP, reason, str(path)) from error
+        raise OSError(errno.ELOOP, IS_LINK.format(path.name), str(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         advice = "" if follow else "; remove it"
@@ -76,8 +76,7 @@ def make_folder(path: Path) -> None:
     """Make a folder unless it exists. Raises OSError, and for a link: it is not followed."""
     path.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
-        reason = f"{path.name} is a symbolic link, which is not followed; remove it"
-        raise OSError(errno.ELOOP, reason, str(path))
+        raise OSError(errno.ELOOP, IS_LINK.format(path.name), str(path))
 
 
 def replace_file(path: Path, parts: Iterable[str]) -> None:

@@ -132,18 +132,18 @@ class RunDirectory:
     def refuse_newer(self) -> None:
         """Raise UsageError if a newer version of hvdtrain has written any of the records."""
         for path in self._records():
-            for number, line in enumerate(_lines(path), start=1):
+            for number, line in enumerate(record_lines(path), start=1):
                 with suppress(ValueError):  # a line that is cut is no record
                     refuse_newer(path, parse_json(line), number)
 
     def forget_after(self, step: int) -> None:
         """Drop the records of later steps, which the resumed run will repeat."""
         for path in filter(os.path.lexists, self._records()):
-            self._write(path.name, (line for line in _lines(path) if _step_of(line) <= step))
+            self._write(path.name, (line for line in record_lines(path) if _step_of(line) <= step))
 
     def last_step(self) -> int:
         """Return the last step with a complete record, or 0."""
-        lines = (line for path in self._records() for line in _lines(path))
+        lines = (line for path in self._records() for line in record_lines(path))
         steps = (_step_of(line) for line in lines)
         return int(max((step for step in steps if step < math.inf), default=0))
 
@@ -387,7 +387,7 @@ def _take(lock: IO[str], wait_s: float) -> None:
             time.sleep(LOCK_RETRY_S)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def record_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file of records; none if it is missing. Raises UsageError."""
     try:
         yield from lines_of(path)

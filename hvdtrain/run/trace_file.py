@@ -18,13 +18,13 @@ from typing import Any
 from hvdtrain.audit.trace import Setting, TraceRecord
 from hvdtrain.config.options import read_recorded, train_options
 from hvdtrain.data.sketch import SKETCH
-from hvdtrain.documents import lines_of, parse_json, read_json
+from hvdtrain.documents import parse_json, read_json
 from hvdtrain.errors import ReplayMismatch, UsageError
 from hvdtrain.files import json_ready
 from hvdtrain.formats import FIELD, refuse_newer, stamped
 from hvdtrain.log import counted, say
 from hvdtrain.ring.orders import KnownOrder, order_named
-from hvdtrain.run.directory import CONFIG, SUMMARY, TRACE, RunDirectory
+from hvdtrain.run.directory import CONFIG, SUMMARY, TRACE, RunDirectory, record_lines
 from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, read_manifest
 
 Head = dict[str, Any]  # "step", "records" and "sha256" of the last record
@@ -89,7 +89,7 @@ def read_trace(folder: Path) -> Iterator[dict[str, Any]]:
     path, before = folder / TRACE, 0
     if not path.exists():
         return
-    for number, line in enumerate(_lines_of(path), start=1):
+    for number, line in enumerate(record_lines(path), start=1):
         if not line.endswith("\n"):
             text = "its last line is not complete, as a run that is killed leaves it: ignored"
             say(f"{path}: {text}")
@@ -104,13 +104,6 @@ def read_trace(folder: Path) -> Iterator[dict[str, Any]]:
                 "it was damaged, or is of another version of hvdtrain"
             ) from error
         yield record
-
-
-def _lines_of(path: Path) -> Iterator[str]:
-    try:
-        yield from lines_of(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 class RecordedRun:
