@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from hvdtrain.errors import UsageError, first_problem
 
+IS_LINK = "{} is a symbolic link, which is not followed; remove it"
 KEPT = ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # flags of each open; no system has all of them
 IS_LINK = "{} is a symbolic link, which is not followed; remove it"
 

@@ -18,9 +18,9 @@ import time
 import warnings
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given, seed, settings
 
-from tests.unit.forging import COMMANDS, FORGED, forged_files, make_run, problem_of
+from tests.unit.forging import COMMANDS, FORGED, FORGING, forged_files, make_run, problem_of
 
 AT_A_TIME = 10  # forgeries of a file, before those of the next
 
@@ -58,12 +58,7 @@ def attempts(run: Path, name: str, command: str, number: int) -> list[tuple[byte
     original = (run / name).read_text()
 
     @seed(random.Random(f"{number} {name} {command}").getrandbits(64))
-    @settings(
-        max_examples=AT_A_TIME,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(FORGING, max_examples=AT_A_TIME)
     @given(forged_files(name, original))
     def attempt(content: bytes) -> None:
         if problem := problem_of(run, name, content, command):

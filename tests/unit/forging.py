@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -141,6 +142,8 @@ COMMANDS: dict[str, Callable[[Path], tuple[object, ...]]] = {
     "replay": lambda run: ("replay", run),
     "report": lambda run: ("report", run),
 }
+# Of tries that start whole commands.
+FORGING = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 FORGED = {  # the commands that read each file
     "config.yaml": ("diff", "resume", "replay", "report"),
     "summary.json": ("diff", "resume", "replay", "report"),

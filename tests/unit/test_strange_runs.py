@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from hvdtrain.train import checkpoint
 from hvdtrain.train.checkpoint import MANIFEST_FILE
@@ -264,13 +264,7 @@ def test_forged_files_end_in_a_result_or_an_error(name: str, base: Path) -> None
     """
     original = (base / name).read_text()
 
-    @settings(
-        max_examples=12,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(forging.FORGING, max_examples=12, derandomize=True)
     @given(forged_files(name, original))
     def attempt(content: bytes) -> None:
         for command in {"diff", "evaluate", "resume"} & {*forging.FORGED[name]}:
