@@ -165,3 +165,12 @@ def test_only_a_wheel_of_horovod_that_fits_is_taken() -> None:
     assert cluster_wheels.horovod_fits(fitting, constraints, "x86_64")
     for name in fitting.keys() - {"compiler"}:
         assert not cluster_wheels.horovod_fits({**fitting, name: "x"}, constraints, "x86_64")
+
+
+def test_the_image_is_proven() -> None:
+    """Fails if the image is complete with a check of its Horovod that runs nothing."""
+    modules = re.findall(r"python -m (hvdtrain\.[\w.]+)", DOCKERFILE)
+    assert len(modules) == 2
+    for module in modules:
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        assert 'if __name__ == "__main__":' in path.read_text("utf-8")
