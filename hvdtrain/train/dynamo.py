@@ -26,9 +26,10 @@ class DeferredDynamo(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(NAME)
-        vars(self).update(
-            __spec__=importlib.util.find_spec(NAME), _lock=threading.Lock(), _excluded=[]
-        )
+        spec = importlib.util.find_spec(NAME)
+        # inspect.getmodule, by which torch.library registers operators, asks each module its file.
+        file = spec.origin if spec else None
+        vars(self).update(__spec__=spec, __file__=file, _lock=threading.Lock(), _excluded=[])
 
     def graph_break(self, msg: str = "") -> None:
         """Have no effect, as outside of compiled functions."""
