@@ -24,7 +24,6 @@ from hvdtrain.errors import UsageError, first_problem
 
 IS_LINK = "{} is a symbolic link, which is not followed; remove it"
 KEPT = ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # flags of each open; no system has all of them
-IS_LINK = "{} is a symbolic link, which is not followed; remove it"
 
 
 def open_kept(path: Path, errors: str | None = None, newline: str | None = None) -> IO[str]:

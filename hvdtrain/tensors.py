@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 CPU = torch.device("cpu")
 
@@ -84,13 +86,14 @@ def _copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return copied.contiguous() if copied.layout is torch.strided else copied
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of the elements in order, on the CPU; of a sparse tensor those of its dense
-    form.
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of the elements in order, one-dimensional, on the CPU; of a sparse tensor
+    those of its dense form.
     """
     values = tensor.detach().cpu().resolve_conj().resolve_neg()
     values = values.contiguous() if values.layout is torch.strided else values.to_dense()
-    return values.reshape(-1).view(torch.uint8).numpy().data
+    data: NDArray[np.uint8] = values.reshape(-1).view(torch.uint8).numpy()
+    return data
 
 
 def tensors_sha256(named: Mapping[str, torch.Tensor]) -> str:
@@ -98,7 +101,7 @@ def tensors_sha256(named: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(named.items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(bytes_of(tensor))
+        digest.update(bytes_of(tensor).data)
     return digest.hexdigest()
 
 

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.reading import digest_of as content_digest
 from hvdtrain.errors import UsageError
-from hvdtrain.exchange.gradients import bytes_of
-from hvdtrain.tensors import items_of
+from hvdtrain.tensors import bytes_of, items_of
 
 WORDS = 2
 Words = NDArray[np.int32]  # of shape (..., WORDS)

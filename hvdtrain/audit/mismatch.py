@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from hvdtrain.audit.capture import Block
 from hvdtrain.errors import name_ranks
-from hvdtrain.exchange.gradients import as_real, bytes_of
+from hvdtrain.exchange.gradients import as_real
 from hvdtrain.ring import Transport, broadcast, gather
+from hvdtrain.tensors import bytes_of
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 

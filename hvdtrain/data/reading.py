@@ -290,5 +290,5 @@ class _Digester(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
             return NotImplemented
-        self._digest.update(bytes_of(obj))
+        self._digest.update(bytes_of(obj).data)
         return str, (f"{obj.dtype} {list(obj.shape)}",)

@@ -91,7 +91,7 @@ def _of_tensor(path: str, values: torch.Tensor) -> list[Any]:
         values = torch.view_as_real(values).reshape(-1)
     # Bytes are pixels more often than numbers of classes.
     if not values.is_floating_point() and values.dtype is not torch.uint8:
-        return [f"{text} {hashlib.sha256(bytes_of(values)).hexdigest()}", []]
+        return [f"{text} {hashlib.sha256(bytes_of(values).data).hexdigest()}", []]
     numbers = torch.nan_to_num(values.double(), posinf=1e30, neginf=-1e30)
     signs = torch.randint(2, numbers.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     sums = torch.zeros(SUMS, dtype=torch.float64)

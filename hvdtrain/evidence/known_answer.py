@@ -28,13 +28,13 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from hvdtrain.log import say
+from hvdtrain.tensors import CPU, bytes_of
 
 STEPS = 4  # about half a second
 SAMPLES, SIDE, CLASSES = 32, 32, 10
 LEAST_REPETITIONS = 2  # a single core is compared with itself
 ANSWERS_KEPT, NUMBERS_KEPT, DIGITS_KEPT = 20, 5, 8
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-CPU = torch.device("cpu")
 
 
 def build_network() -> nn.Sequential:
@@ -83,7 +83,7 @@ def train(device: torch.device = CPU) -> dict[str, str]:
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's values."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().data).hexdigest()
+    return hashlib.sha256(bytes_of(tensor).data).hexdigest()
 
 
 def kind_of(core: int, root: Path = Path("/")) -> str:

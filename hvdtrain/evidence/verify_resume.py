@@ -19,6 +19,7 @@ from hvdtrain.evidence.children import POLL_S
 from hvdtrain.evidence.trials import MARK, Training, Trial, scratch_folder
 from hvdtrain.launcher.processes import command_of, marked
 from hvdtrain.log import counted, say
+from hvdtrain.records.folders import CHECKPOINTS, METRICS
 
 LARGEST_DELAY_S = 1.5
 
@@ -98,11 +99,11 @@ class InterruptedTrial(Trial):
     def _progress(self, by_checkpoint: bool) -> object:
         if by_checkpoint:
             return self._last()
-        metrics = self.path / "metrics.jsonl"
+        metrics = self.path / METRICS
         return metrics.stat().st_mtime_ns if metrics.exists() else None
 
     def _last(self) -> str:
-        pointer = self.path / "checkpoints" / "last"
+        pointer = self.path / CHECKPOINTS / "last"
         return pointer.read_text("utf-8").strip() if pointer.exists() else "none"
 
     def _workers(self) -> dict[int, int]:

@@ -17,7 +17,7 @@ import torch
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange.buckets import Bucket
-from hvdtrain.exchange.gradients import laid_out_as, parameters_of, trainable_of
+from hvdtrain.exchange.gradients import laid_out_as, parameters_of
 
 Optimizer = torch.optim.Optimizer
 NEVER = 1 << 62  # passes before Horovod's hook begins to reduce a gradient
@@ -259,7 +259,7 @@ class Trainable:
         self._named = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._before = self._now(optimizer)
-        reduced = set(map(id, trainable_of(model, optimizer).values()))
+        reduced = set(self._before[0]).intersection(self._before[1])
         # Where they are: a conversion can put new parameters there (such as one to "meta").
         self._places = {
             id(parameter): (module._parameters, key, parameter.dtype, parameter.device)

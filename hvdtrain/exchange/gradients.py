@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdtrain.errors import UsageError
@@ -123,12 +121,6 @@ def part_of(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Te
     parameter.
     """
     return flat[start : start + real_length(parameter)].view(as_real(parameter.detach()).shape)
-
-
-def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a tensor's elements, one-dimensional, on the CPU."""
-    data: NDArray[np.uint8] = dense(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return data
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

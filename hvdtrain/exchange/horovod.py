@@ -216,7 +216,8 @@ class HorovodExchange:
         `submission`: alone or together: one operation per tensor, all begun before the first is
         awaited; grouped: one group, which Horovod fuses, but only up to HOROVOD_FUSION_THRESHOLD.
         """
-        options: dict[str, Any] = {"op": REDUCTIONS[op]} if op in REDUCTIONS else {}
+        is_reduction = kind in ("allreduce", "reducescatter")
+        options: dict[str, Any] = {"op": REDUCTIONS[op]} if is_reduction else {}
         if kind == "broadcast":
             options["root_rank"] = root
         elif submission == "grouped":  # Horovod neither groups nor fuses broadcasts

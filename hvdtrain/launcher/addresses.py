@@ -84,7 +84,7 @@ def _wrong_name(name: str) -> str | None:
         return _wrong_address(name)
     bad = sorted(set(NAME_CHARACTERS.sub("", name)))
     labels = name.removesuffix(".").split(".")
-    return first_problem(
+    problem = first_problem(
         (
             not name.isascii(),
             "a host's name is ASCII; write an international name in its xn-- form",
@@ -110,8 +110,8 @@ def _wrong_name(name: str) -> str | None:
             name.isdigit(),
             "a number is not a host's name (slots are written NAME:N or NAME slots=N)",
         ),
-        (FOUR_NUMBERS.fullmatch(name), _wrong_address(name)),
     )
+    return problem or (_wrong_address(name) if FOUR_NUMBERS.fullmatch(name) else None)
 
 
 def _wrong_address(text: str) -> str | None:

@@ -237,7 +237,7 @@ class Orders:
 
 
 def read_orders(job: str) -> tuple[Orders, tuple[str, int], dict[str, str] | None]:
-    """Return orders, launcher address and the login's variables (`command.login_of`) from this
+    """Return orders, launcher address and the login's variables (`horovodrun.login_of`) from this
     host's ticket; PreflightError without it.
     """
     content = read_ticket(job)

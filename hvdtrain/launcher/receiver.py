@@ -177,8 +177,9 @@ class Copy:
         """Make the folders. Raises StageError if another command stages it."""
         absent = [above for above in self.path.parents if not os.path.lexists(above)]
         for above in reversed(absent):
-            above.mkdir()
-            self._made.append(above)
+            with suppress(FileExistsError):  # made meanwhile by another host that shares it
+                above.mkdir()
+                self._made.append(above)
         self.beside.mkdir(mode=0o700, exist_ok=True)
         self.lock()
         empty(self.beside)  # of what one that was killed has left

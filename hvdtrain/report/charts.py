@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
@@ -164,6 +165,12 @@ def legend_below(
     """Return a new legend in one row under the plot; `style` overrides options of the legend."""
     style = {"ncols": len(labels), "frameon": False, "fontsize": 9} | style
     return figure.legend(handles, labels, loc="outside lower center", **style)
+
+
+def name_colours(figure: Figure, colours: Mapping[str, str], **style: Any) -> None:
+    """Add a legend of what each colour is, under the plot; `style` as in `legend_below`."""
+    handles = [Patch(color=colour) for colour in colours.values()]
+    legend_below(figure, handles, list(colours), **style)
 
 
 def name_kinds(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from hvdtrain.report.charts import (
     GREY,
@@ -21,8 +20,8 @@ from hvdtrain.report.charts import (
     Plot,
     dress,
     is_wide,
-    legend_below,
     look_of,
+    name_colours,
     name_kinds,
     name_runs,
     new_figure,
@@ -276,7 +275,7 @@ def draw_phases(runs: Sequence[Run]) -> Plot | None:
         dress(axes, title, f"{unit} per step", "step" if axes is panels[-1] else "")
     first, last = min(t.edges[0] for t in measured), max(t.edges[-1] for t in measured)
     panels[0].set(xlim=(first, last), ylim=(0, longest * factor * 1.05))
-    legend_below(figure, [Patch(color=c) for c in PHASE_COLOURS.values()], list(PHASE_COLOURS))
+    name_colours(figure, PHASE_COLOURS)
     shares = [
         f"{times.exchange_share:.0%}" + ("" if len(runs) == 1 else f" in {times.name}")
         for times in measured

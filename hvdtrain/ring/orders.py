@@ -47,6 +47,7 @@ from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
+from hvdtrain.errors import first_problem
 from hvdtrain.ring.algorithm import (
     all_reduce_transfers,
     chain_transfers,
@@ -176,20 +177,27 @@ def known_order(
     others.
     """
     operations = environment.get("HOROVOD_CPU_OPERATIONS", controller).lower()
-    reasons = {
-        f"{controller} with HOROVOD_CPU_OPERATIONS={operations}: not known": (
-            controller not in ("gloo", "mpi") or operations != controller
+    reason = first_problem(
+        (
+            controller not in ("gloo", "mpi") or operations != controller,
+            f"{controller} with HOROVOD_CPU_OPERATIONS={operations}: not known",
         ),
-        "with fusion the order of summation changes: HOROVOD_FUSION_THRESHOLD=0": (
-            environment.get("HOROVOD_FUSION_THRESHOLD") != "0"
+        (
+            environment.get("HOROVOD_FUSION_THRESHOLD") != "0",
+            "with fusion the order of summation changes: HOROVOD_FUSION_THRESHOLD=0",
         ),
-        "autotuning turns fusion on: unset HOROVOD_AUTOTUNE": (
-            environment.get("HOROVOD_AUTOTUNE", "0").lower() in ON
+        (
+            environment.get("HOROVOD_AUTOTUNE", "0").lower() in ON,
+            "autotuning turns fusion on: unset HOROVOD_AUTOTUNE",
         ),
-        "the ranks of a host are not adjacent: start them host by host, or set "
-        "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE=0": controller == "gloo" and per_host == 0,
-    }
-    _refuse(reasons)
+        (
+            controller == "gloo" and per_host == 0,
+            "the ranks of a host are not adjacent: start them host by host, or set "
+            "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE=0",
+        ),
+    )
+    if reason:
+        raise UnknownOrder(reason)
     if controller == "gloo":
         return GLOO_RING.by_host(per_host)
     if built_in:
@@ -204,22 +212,19 @@ def _require_pinned_ring(environment: Mapping[str, str], mpi_library: str) -> No
     algorithm = environment.get("OMPI_MCA_coll_tuned_allreduce_algorithm", "")
     foreign = [name for name in FOREIGN_COMPONENTS if name in environment]
     library = mpi_library.partition("\n")[0] or "an unnamed MPI"
-    reasons = {
-        "Open MPI chooses how it sums: set OMPI_MCA_coll_tuned_use_dynamic_rules=1 and "
-        "OMPI_MCA_coll_tuned_allreduce_algorithm=4 (ring)": (
-            rules not in ON or algorithm not in ("4", "5", "ring", "segmented_ring")
+    reason = first_problem(
+        (
+            rules not in ON or algorithm not in ("4", "5", "ring", "segmented_ring"),
+            "Open MPI chooses how it sums: set OMPI_MCA_coll_tuned_use_dynamic_rules=1 and "
+            "OMPI_MCA_coll_tuned_allreduce_algorithm=4 (ring)",
         ),
-        f"{', '.join(foreign)}: Open MPI's algorithm is then not known": bool(foreign),
-        f"the order of summation of {library} is not known, only that of Open MPI": (
-            not mpi_library.startswith("Open MPI")
+        (foreign, f"{', '.join(foreign)}: Open MPI's algorithm is then not known"),
+        (
+            not mpi_library.startswith("Open MPI"),
+            f"the order of summation of {library} is not known, only that of Open MPI",
         ),
-    }
-    _refuse(reasons)
-
-
-def _refuse(reasons: Mapping[str, bool]) -> None:
-    """Raise UnknownOrder with the first of the reasons that applies."""
-    if reason := next((text for text, applies in reasons.items() if applies), None):
+    )
+    if reason:
         raise UnknownOrder(reason)
 
 

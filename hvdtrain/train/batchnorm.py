@@ -188,4 +188,5 @@ def averaged_statistics(
     flat = torch.cat([flat, flat.new_tensor([own_weight])])
     total = exchange.sum_later(flat, "hvdtrain.statistics")()
     averages = (total[:-1] / total[-1]).split([buffer.numel() for buffer in buffers])
-    return replaced(model, dict(zip(names, averages, strict=True)))
+    values = [one.to(buffer.dtype) for one, buffer in zip(averages, buffers, strict=True)]
+    return replaced(model, dict(zip(names, values, strict=True)))

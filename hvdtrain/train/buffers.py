@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -23,11 +23,12 @@ def slots_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str
             yield f"{path}.{key}" if path else key, module, key
 
 
-def buffers_of(model: torch.nn.Module) -> Buffers:
-    """Return copies of all buffers by name; None for those that are not set."""
+def buffers_of(model: torch.nn.Module, names: Container[str] | None = None) -> Buffers:
+    """Return copies of all buffers by name, or of those of `names`; None where none is set."""
     return {
         name: None if (buffer := module._buffers[key]) is None else buffer.clone()
         for name, module, key in slots_of(model)
+        if names is None or name in names
     }
 
 
@@ -55,7 +56,7 @@ def replaced(
     model: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]
 ) -> Iterator[torch.nn.Module]:
     """Yield the model with these values of buffers; then it has its own values of them again."""
-    before = {name: buffer for name, buffer in buffers_of(model).items() if name in buffers}
+    before = buffers_of(model, buffers)
     load_buffers(model, buffers)
     try:
         yield model
@@ -86,7 +87,7 @@ def with_buffers_of_rank_0(
     """Collective: return a context in which all ranks have rank 0's `differing_buffers`."""
     if not (names := differing_buffers(model, exchange)):
         return nullcontext(model)
-    held = buffers_of(model)
+    held = buffers_of(model, names)
     differing = copied_to_cpu({name: held.get(name) for name in names})
     return replaced(model, exchange.broadcast_object(differing, "hvdtrain.buffers.of_rank_0"))
 

@@ -98,8 +98,8 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise TrainingError if the last write has failed; never wait for a write in progress."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        if self._failure is not None:  # which the thread that writes may set at any time
+            failure, self._failure = self._failure, None
             kept = "The checkpoints before it are untouched"
             for aside in self.folder.glob(f".*{REPLACED}"):
                 kept += f", but one is called {aside.name}: --resume auto restores it"
@@ -194,15 +194,19 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     a file is ever executed: the state is loaded with `weights_only=True`.
     """
     weights, _ = load_weights(path, verify=(MODEL_FILE, STATE_FILE))
-    return weights, load_state(path, verify=())
+    return weights, _read_state(path)
 
 
-def load_state(path: Path, verify: Sequence[str] = (MODEL_FILE, STATE_FILE)) -> dict[str, Any]:
-    """Return the training state of a checkpoint, of which these files are verified.
+def load_state(path: Path) -> dict[str, Any]:
+    """Return the verified training state of a checkpoint.
 
     Raises DamagedCheckpoint as `load_checkpoint` does.
     """
-    _verify(path, verify)
+    _verify(path, (MODEL_FILE, STATE_FILE))
+    return _read_state(path)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = native(read_torch(path / STATE_FILE))
         return state

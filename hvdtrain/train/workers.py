@@ -39,6 +39,7 @@ from hvdtrain.train.buffers import (
     differing_buffers,
     load_buffers,
     replaced,
+    slots_of,
     with_buffers_of_rank_0,
 )
 from hvdtrain.train.generators import rng_state, seed_all, set_rng_state
@@ -300,7 +301,7 @@ class VirtualWorkers(Workers):
         """Collective: return a context of `model` with averaged running statistics, and otherwise
         the buffers of the last worker, which has samples in every batch.
         """
-        if not buffers_of(model):
+        if next(slots_of(model), None) is None:
             return nullcontext(model)
         self._keep()
         last = len(self._samples) - 1

@@ -74,12 +74,12 @@ def likely_causes(
         for second in (False, True)
     ]
     wait_while(lambda: any(child.exit_code() is None for child, _ in children), LIMIT_S)
-    for child, folder in children:
-        failed = child.exit_code() != 0
+    failed = [folder for child, folder in children if child.exit_code() != 0]
+    for child, _ in children:
         child.end()
-        if failed:
-            lines = (folder / "log").read_text("utf-8", errors="replace").splitlines()
-            return [], "\n".join([f"{NOTHING}: the experiments failed:", *lines[-LINES_SHOWN:]])
+    if failed:
+        lines = (failed[0] / "log").read_text("utf-8", errors="replace").splitlines()
+        return [], "\n".join([f"{NOTHING}: the experiments failed:", *lines[-LINES_SHOWN:]])
     report, other = (read_json(folder / "report.json") for _, folder in children)
     causes = causes_of_processes(report["digests"], other["digests"])
     if not causes:  # otherwise gradients of other data or parameters were compared

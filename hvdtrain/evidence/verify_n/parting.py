@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hvdtrain.errors import TrainingError
@@ -100,7 +101,7 @@ def gap_above(limit: float, one: Saved, other: Saved) -> Gap | None:
             return replace(worst, kind=kind)
         if limit == 0:  # where the values are equal: 0 and -0 differ
             for name in one[kind]:
-                if bytes_of(one[kind][name]) != bytes_of(other[kind][name]):
+                if not np.array_equal(bytes_of(one[kind][name]), bytes_of(other[kind][name])):
                     return Gap(0.0, name, kind=kind)
     return None
 

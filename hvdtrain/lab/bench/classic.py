@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.patches import Patch
-
 from hvdtrain.data.builtin import FASHION_FOLDER, FILES
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.evidence.children import run_command
@@ -180,8 +178,7 @@ def draw_classic(plan: ClassicPlan, results: Results) -> Plot:
     charts.set_title(axes, "Speed-up")
     axes.set_ylabel("epoch time of one worker / epoch time")
     axes.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(color=colour) for colour, _ in zip(charts.PALETTE, series, strict=False)]
-    charts.legend_below(figure, handles, [*series], fontsize=8)
+    charts.name_colours(figure, dict(zip(series, charts.PALETTE, strict=False)), fontsize=8)
     return Plot(
         name="classic",
         title="Classic table",

@@ -18,7 +18,7 @@ from hvdtrain.launcher.horovodrun import (
     in_own_session,
     settings_for,
 )
-from hvdtrain.records.folders import METRICS
+from hvdtrain.records.folders import METRICS, TENSORBOARD
 
 HVDTRAIN = module_argv("hvdtrain.cli")
 EXPERIMENT = "run"
@@ -65,7 +65,7 @@ def log_of(folder: Path) -> Path:
 
 def logged_steps(folder: Path) -> list[Logged]:
     """Return the logged steps of the run in `folder`, with the times of its scalars."""
-    accumulator = EventAccumulator(str(folder / EXPERIMENT / "tensorboard"))
+    accumulator = EventAccumulator(str(folder / EXPERIMENT / TENSORBOARD))
     accumulator.Reload()
     return [Logged(event.step, event.wall_time) for event in accumulator.Scalars("train/loss")]
 

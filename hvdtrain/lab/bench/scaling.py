@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, StrMethodFormatter
 
 from hvdtrain.data.builtin import read_spec
-from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
+from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError, refuse
 from hvdtrain.files import write_json
 from hvdtrain.lab.bench import contestants, rounds
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
@@ -123,8 +123,7 @@ def examine(models: Iterable[str], cases: Sequence[ScalingCase]) -> None:
             problems.append(f"{case}: too many. Lower --batch-size")
         if case.global_batch_size < case.workers * LEAST_SHARE:
             problems.append(f"{case}: less than {LEAST_SHARE} a worker. Raise --batch-size")
-    if problems:
-        raise UsageError(*problems)
+    refuse(problems)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.patches import Patch
-
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.evidence.children import run_command
 from hvdtrain.files import write_json
@@ -216,8 +214,7 @@ def draw_start(starts: Starts) -> Plot:
     charts.label_rows(axes, ends, [f"{total_s:.2f}" for total_s, _ in medians], 8)
     axes.set_xlim(0, max(ends) * 1.12)
     charts.dress_rows(axes, "From the command to the first step", [*starts], "seconds, medians")
-    patches = [Patch(color=colour) for colour in COLOURS.values()]
-    charts.legend_below(figure, patches, [*COLOURS], fontsize=8)
+    charts.name_colours(figure, COLOURS, fontsize=8)
     return Plot(
         name="start",
         title="Start",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK, UsageError
+from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK, attempt, refuse
 from hvdtrain.evidence.children import ChildFailure
 from hvdtrain.evidence.trials import scratch_folder
 from hvdtrain.files import write_json
@@ -72,16 +73,12 @@ def examine(plan: ComparisonPlan) -> Comparison:
     """Build the work once and import every system; raise UsageError before any process starts."""
     problems: list[str] = []
     for name in plan.systems:
-        try:
-            find_strategy(name)
-        except UsageError as error:
-            problems += error.problems
+        attempt(problems, partial(find_strategy, name))
     work = Work(plan.work)
     shape = work.dataset.shape
     if plan.towers_dim > len(shape):
         problems.append(f"--towers-dim={plan.towers_dim}: inputs have dimensions 0 to {len(shape)}")
-    if problems:
-        raise UsageError(*problems)
+    refuse(problems)
     why_not = ""
     if any(isinstance(layer, BY_SHARE) for layer in work.model.modules()):
         why_not = "the model has batch norm or dropout, which depend on how samples are distributed"

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hvdtrain import __version__
@@ -141,8 +140,7 @@ def _phases(rows: Sequence[Row]) -> Plot:
         values = np.array([1000 * row.phases_s[phase] for row in rows])
         axes.barh(range(len(rows)), values, BAR, left=left, color=colour)
         left += values
-    handles = [Patch(color=colour) for colour in PHASE_COLOURS.values()]
-    charts.legend_below(figure, handles, list(PHASE_COLOURS))
+    charts.name_colours(figure, PHASE_COLOURS)
     return Plot(
         name="phases",
         title="Time per step",
@@ -166,7 +164,7 @@ def _traffic(rows: Sequence[Row]) -> Plot:
     ends = [max(row.busiest[1][:2]) / MB for row in rows]
     axes.set_xlim(0, max(ends) * 1.42 or 1)
     label_rows(axes, ends, [row.where for row in rows], LABEL_SIZE)
-    charts.legend_below(figure, [Patch(color=SENT), Patch(color=RECEIVED)], ["sent", "received"])
+    charts.name_colours(figure, {"sent": SENT, "received": RECEIVED})
     return Plot(
         name="traffic",
         title="Bytes per step",
@@ -193,8 +191,7 @@ def _differences(rows: Sequence[Row]) -> Plot:
     label_rows(axes, [value * 1.8 for value in drawn], texts, LABEL_SIZE)
     axes.axvline(TOLERANCE, color=RED, linestyle=(0, (4, 3)), linewidth=1)
     axes.set_xlim(FAINTEST, max([TOLERANCE, *drawn]) * 1e4)
-    patches = [Patch(color=GREEN), Patch(color=GREY)]
-    charts.legend_below(figure, patches, ["judged", "reported only"])
+    charts.name_colours(figure, {"judged": GREEN, "reported only": GREY})
     return Plot(
         name="difference",
         title="Difference to single",

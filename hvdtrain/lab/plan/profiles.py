@@ -23,7 +23,7 @@ from hvdtrain.config import plugins
 from hvdtrain.data import load_dataset
 from hvdtrain.data.builtin import SYNTHETIC, read_spec
 from hvdtrain.data.splits import Shape
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, refuse
 from hvdtrain.lab.systems.work import Work, WorkSpec
 from hvdtrain.models import LENET_SIZE, build_model, fit_dataset
 from hvdtrain.run.process import keep_freed_memory
@@ -93,8 +93,7 @@ def read_fields(
         raise UsageError(f"{flag}={path}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{flag}={path}: a JSON object was expected")
-    if problems := [f"{flag}={path}: {text}" for text in problems_of(content)]:
-        raise UsageError(*problems)
+    refuse(f"{flag}={path}: {text}" for text in problems_of(content))
     return content
 
 
