@@ -71,7 +71,7 @@ def stream(split: Split, batches: Iterable[Indices], epoch: int) -> Iterator[Loa
 
 def may_skip(split: Split) -> bool:
     """Return whether a batch of this split may have fewer samples than requested."""
-    return bool(getattr(split, "may_skip", False))
+    return hasattr(split, "stream") and bool(getattr(split, "may_skip", False))
 
 
 def evaluation_batch(split: Split) -> int:

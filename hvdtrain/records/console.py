@@ -23,6 +23,7 @@ from hvdtrain.documents import HEAD
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import counted, duration, rate, say
 from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
+from hvdtrain.train.checkpoint import step_of
 from hvdtrain.train.devices import shown
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
@@ -220,6 +221,6 @@ def way_on(checkpoints: Sequence[Path], is_script: bool = False) -> str:
     """
     if not checkpoints:
         return "stopped before a checkpoint was saved"
-    saved = int(checkpoints[0].name.partition("-")[2])
+    saved = step_of(checkpoints[0].name)
     how = 'script with resume="auto"' if is_script else "command with --resume auto"
     return f"saved at step {saved:,}: the same {how} continues from there"

@@ -25,7 +25,7 @@ from hvdtrain.log import counted, say
 from hvdtrain.records.directory import RunDirectory
 from hvdtrain.records.folders import CHECKPOINTS, CONFIG, SUMMARY, TRACE, record_lines
 from hvdtrain.ring.orders import KnownOrder, order_named
-from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, read_manifest
+from hvdtrain.train.checkpoint import Checkpoints, DamagedCheckpoint, read_manifest, step_of
 
 Head = dict[str, Any]  # "step", "records" and "sha256" of the last record
 
@@ -131,7 +131,7 @@ class RecordedRun:
         # Later ones than the last are of a run that was resumed from an earlier one.
         kept = Checkpoints(path / CHECKPOINTS, keep=1)
         newest = kept.last_step()
-        by_step = {int(saved.name.partition("-")[2]): saved for saved in reversed(kept.complete())}
+        by_step = {step_of(saved.name): saved for saved in reversed(kept.complete())}
         self.checkpoints = {
             step: saved for step, saved in by_step.items() if newest is None or step <= newest
         }

@@ -163,13 +163,13 @@ def _unfinished_run(
     name = exchange.broadcast_object(directory.path.name if directory else None, "hvdtrain.name")
     config = replace(config, run=replace(config.run, experiment=name))
     hosts = exchange.all_gather_object(socket.gethostname(), "hvdtrain.hosts")
+    profiler = StepProfiler(step_range(config.run.profile or ""), config.folder / PROFILE, exchange)
     with kept():  # trackers may draw random numbers
         ledger = run_on_all(
             exchange,
             "ledger",
             lambda: _open_ledger(config, job, session, directory, resumable, hosts),
         )
-    profiler = StepProfiler(step_range(config.run.profile or ""), config.folder / PROFILE, exchange)
     try:
         with exchange.peer_failures(), exits_as_failures(), closing(profiler):
             yield _make_ready(config, job, state, order, session, ledger, profiler)

@@ -113,7 +113,7 @@ def _mean_at(
     operation: Operation | None, count: float, power: int = 0, depth: int = 0
 ) -> str | None:
     """Return the operation that makes a value a mean, times `count` to `power`."""
-    if operation is None or not operation.name or depth > DEEPEST or count <= 1:
+    if operation is None or not operation.name or depth > DEEPEST or not count > 1:
         return None
     name, reduction = operation.name, operation.reduction
     of_one = name in ("Mean", "Sum") and operation.is_of_one

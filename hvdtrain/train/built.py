@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import refuse
 from hvdtrain.exchange.agreement import first_difference
 from hvdtrain.tensors import items_of
 
@@ -65,13 +65,11 @@ def refuse_other_build(
             for kind, there in counts.items()
             if len(built[kind]) != there
         ]
-    if problems:
-        problems = [f"--resume: {problem}" for problem in problems]
-        problems[-1] += (
-            ". A resumed run is the same experiment: build them as they were, or start another "
-            "--experiment"
-        )
-        raise UsageError(*problems)
+    refuse(
+        (f"--resume: {problem}" for problem in problems),
+        ". A resumed run is the same experiment: build them as they were, or start another "
+        "--experiment",
+    )
 
 
 def _named(one: Any, settings: Any) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _step_of(name: str) -> int:
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint of that name."""
     return int(name.partition("-")[2])
 
 
@@ -112,12 +113,12 @@ class Checkpoints:
         inside = self.folder.iterdir() if self.folder.is_dir() else ()
         named = (path for path in inside if NAME.fullmatch(path.name))
         folders = [path for path in named if path.is_dir() and not path.is_symlink()]
-        return sorted(folders, key=lambda path: _step_of(path.name), reverse=True)
+        return sorted(folders, key=lambda path: step_of(path.name), reverse=True)
 
     def last_step(self) -> int | None:
         """Return the step of the checkpoint that `last` names; None without such a pointer."""
         name = _pointed(self.folder / "last") or ""
-        return _step_of(name) if NAME.fullmatch(name) else None
+        return step_of(name) if NAME.fullmatch(name) else None
 
     def put_back(self) -> None:
         """Restore a checkpoint that a killed save has set aside, so that `complete` lists it."""

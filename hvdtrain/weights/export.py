@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError
+from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError, refuse
 from hvdtrain.files import obey_umask, sha256_of
 from hvdtrain.log import say
 from hvdtrain.weights import find_weights, read_weights
@@ -52,8 +52,7 @@ def _refuse_unfit(out: Path, force: bool) -> None:
         "is a folder": out.is_dir(),
         "already exists; --force replaces it": out.exists() and not out.is_dir() and not force,
     }
-    if problems := [f"{out}: {problem}" for problem, applies in unfit.items() if applies]:
-        raise UsageError(*problems)
+    refuse(f"{out}: {problem}" for problem, applies in unfit.items() if applies)
 
 
 def _write(weights: Weights, out: Path, force: bool) -> str:

@@ -59,10 +59,12 @@ def without_prefix(weights: Weights, targets: Weights) -> tuple[Weights, list[st
     `targets`, in the same shapes except for a head's number of classes. Raises UsageError if there
     are several such parts, such as a network and its moving average.
     """
+    if weights.keys() & targets.keys():
+        return weights, []
     first = next(iter(targets), "")
     candidates = {n.removesuffix(first) for n in weights if n.endswith(f".{first}")}
     prefixes = sorted(prefix for prefix in candidates if _is_all_in(prefix, weights, targets))
-    if not prefixes or weights.keys() & targets.keys():
+    if not prefixes:
         return weights, []
     if len(prefixes) > 1:
         one = repr(prefixes[0])

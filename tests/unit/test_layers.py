@@ -50,7 +50,6 @@ LAYERS = {
     "hvdtrain.network": 0,
     "hvdtrain.interpreter": 0,
     "hvdtrain.log": 0,
-    "hvdtrain.config.plugins": 0,
     "hvdtrain.pulse": 0,
     "hvdtrain.slurm": 0,
     "hvdtrain.topology": 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,8 @@ def test_means_are_found(name: str) -> None:
     assert mean_in(made(MEANS[name]), 1) is None  # of one sample
     assert recorded(MEANS[name])
     assert recorded(MEANS[name], 1) is None
+    assert mean_in(made(MEANS[name]), math.nan) is None  # refused where counts are checked
+    assert recorded(MEANS[name], math.nan) is None
 
 
 @pytest.mark.parametrize("name", SUMS)

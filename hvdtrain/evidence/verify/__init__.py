@@ -4,7 +4,7 @@ cases         operations, dtypes, sizes, ways of submission, and the values
 collectives   runners, which submit cases to the collectives under test; faults to inject
 reference     the ring's results, the rounding bound, and the element with the largest error
 running       one case after the other on all ranks: repeated, compared, reports exchanged
-command       `hvdtrain verify`: the table, the JSON, and the explanation of a mismatch
+verification  `hvdtrain verify`: the table, the JSON, and the explanation of a mismatch
 
 The names that the flags accept are here, as the command line must not import NumPy or torch.
 """

@@ -21,7 +21,7 @@ from hvdtrain.evidence.children import wait_while
 from hvdtrain.evidence.trials import Training, Trial
 from hvdtrain.records.folders import CHECKPOINTS, CONFIG
 from hvdtrain.tensors import bytes_of
-from hvdtrain.train.checkpoint import MANIFEST_FILE, Checkpoints, load_state, name_of
+from hvdtrain.train.checkpoint import MANIFEST_FILE, Checkpoints, load_state, name_of, step_of
 
 # In float64, of the largest magnitude of a tensor. Runs of hundreds of steps stay below it (see
 # docs/guide.md); dropout or batch norm exceed it by many orders of magnitude in the first step.
@@ -229,4 +229,4 @@ def _checkpoints(run: Path) -> list[Path]:
 
 
 def _steps(run: Path) -> set[int]:
-    return {int(path.name.partition("-")[2]) for path in _checkpoints(run)}
+    return {step_of(path.name) for path in _checkpoints(run)}
