@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.parallel.launching import (
 
 EXAMPLES = CHECKOUT / "examples"
 PYTHON = str(BIN / "python")
+RAGGED = "../tests/parallel/scripts/ragged_loop.py"
 TWO_OPTIMIZERS = "../tests/parallel/scripts/two_optimizers.py"
 KINDS = CHECKOUT / "tests" / "parallel" / "scripts" / "kinds_of_loops.py"
 TOLERANCE = 1e-9  # of each tensor's largest weight, in float64
@@ -49,28 +51,40 @@ def train(line: str, folder: Path, size: int, controller: str, **values: object)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of the example on one worker."""
-    folder = tmp_path_factory.mktemp("own_loop") / "alone"
-    assert "final loss" in train("own_loop.py", folder, 1, "none").output
-    return folder
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run of a script on one worker."""
+
+    @cache
+    def run_of(script: str) -> Path:
+        folder = tmp_path_factory.mktemp("own_loop") / "alone"
+        assert "final loss" in train(script, folder, 1, "none").output
+        return folder
+
+    return run_of
 
 
 @pytest.mark.parametrize(
-    ("size", "controller", "values"),
+    ("script", "size", "controller", "values"),
     [
-        (2, "mpi", {"rank_weights": "0,1"}),
-        (3, "gloo", {"audit_every": 5, "audit": "exact", "bucket_bytes": 0}),
+        ("own_loop.py", 2, "gloo", {}),
+        (RAGGED, 2, "mpi", {"rank_weights": "0,1"}),
+        (RAGGED, 3, "gloo", {"audit_every": 5, "audit": "exact", "bucket_bytes": 0}),
     ],
 )
 def test_own_loop_learns_the_same_on_any_number_of_workers(
-    alone: Path, size: int, controller: str, values: dict[str, object], tmp_path: Path
+    alone: Callable[[str], Path],
+    script: str,
+    size: int,
+    controller: str,
+    values: dict[str, object],
+    tmp_path: Path,
 ) -> None:
     """Fails if tokens of uneven shares weigh differently, an empty share fails, gradients are not
     audited, or the size of buckets that is asked for is not used.
     """
-    done = train("own_loop.py", tmp_path / "x", size, controller, **values)
-    expected, (summary, weights) = summary_and_weights(alone), summary_and_weights(tmp_path / "x")
+    done = train(script, tmp_path / "x", size, controller, **values)
+    expected = summary_and_weights(alone(script))
+    summary, weights = summary_and_weights(tmp_path / "x")
     assert largest_difference(weights, expected[1]) < TOLERANCE
     assert summary["train_loss"] == pytest.approx(expected[0]["train_loss"], rel=TOLERANCE)
     assert summary["bucket_bytes"] == values.get("bucket_bytes", 1 << 20)
@@ -96,8 +110,8 @@ def test_own_loop_of_transformers_learns_the_same_on_any_number_of_workers(
 @pytest.mark.parametrize(
     ("script", "size", "controller", "cut"),
     [
-        ("own_loop.py", 3, "gloo", None),
-        ("own_loop.py", 2, "mpi", 7),
+        (RAGGED, 3, "gloo", None),
+        (RAGGED, 2, "mpi", 7),
         ("gan.py", 2, "mpi", None),
         (TWO_OPTIMIZERS, 3, "mpi", 7),
         ("gpt2.py --dropout=0.1 --float32", 2, "gloo", None),
@@ -151,7 +165,7 @@ def test_own_loop_is_verified_by_verify_resume(tmp_path: Path) -> None:
     """Fails if a script is not found among the processes, or not resumed as it was."""
     script = tmp_path / "long_loop.py"
     text = (EXAMPLES / "own_loop.py").read_text()
-    script.write_text(text.replace("PARTS, IGNORED = 3", "PARTS, IGNORED = 20"))
+    script.write_text(text.replace("BATCH_SIZE = 3", "BATCH_SIZE = 10"))
     values = {"checkpoint_interval": 10, "virtual_workers": 2}
     command = hvdtrain("verify-resume", "-np", "2", "--cuts", "2", "--", PYTHON, str(script))
     variables = {"HVDTRAIN_OPTIONS": json.dumps(values)}
@@ -195,9 +209,9 @@ def test_own_loop_killed_six_times_ends_with_the_undisturbed_hash(tmp_path: Path
     state; or if it does not resume by itself.
     """
     values = {"virtual_workers": 3, "checkpoint_interval": 2}
-    train("own_loop.py", tmp_path / "calm", 1, "none", **values)
+    train(RAGGED, tmp_path / "calm", 1, "none", **values)
     script = str(CHECKOUT / "tests" / "parallel" / "scripts" / "killed_loop.py")
-    own = [PYTHON, script, str(EXAMPLES / "own_loop.py"), "3,5,8,10,13,17"]
+    own = [PYTHON, script, str(EXAMPLES / RAGGED), "3,5,8,10,13,17"]
     command = hvdtrain("launch", "-np", "2", "--restarts=6", f"--log-dir={tmp_path}", "--", *own)
     variables = options(tmp_path / "killed", **values)
     done = run(command, timeout_s=400, variables=variables)
