@@ -102,8 +102,8 @@ def test_files_and_modules_exist(page: Path) -> None:
     files = [f"/{path.relative_to(ROOT)}" for top in FOLDERS for path in (ROOT / top).rglob("*.*")]
     lost = [path for path in TREE_PATH.findall(text) if not exists(path.rstrip("./"))]
     for name in SOURCE_NAME.findall(text):
-        of_horovod = name.startswith("horovod/")
-        if not (of_horovod or exists(name)) and not any(path.endswith(f"/{name}") for path in files):
+        is_named = name.startswith("horovod/") or exists(name)
+        if not is_named and not any(path.endswith(f"/{name}") for path in files):
             lost.append(name)
     lost += [dotted for dotted in MODULE.findall(text) if not is_module_or_name(dotted)]
     assert not lost
