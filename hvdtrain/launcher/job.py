@@ -18,7 +18,6 @@ from hvdtrain.launcher.doctor.examination import Preflight, first_address, prefl
 from hvdtrain.launcher.horovodrun import (
     MASTER_ADDR,
     MASTER_PORT,
-    HorovodrunOptions,
     agent_argv,
     horovodrun_argv,
     horovodrun_environment,
@@ -169,7 +168,7 @@ class LaunchJob:
             names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
             self._logs.note(f"start {start + 1}: {counted(plan.workers, 'worker')} on {names}")
             supervisor = Supervisor(
-                command=horovodrun_argv(horovodrun_options(plan, ssh), agent_argv(job)),
+                command=job_argv(plan, ssh, job),
                 environment=horovodrun_environment(os.environ, plan.settings, ssh.path)
                 | master_of(self._plan.interface, plan.hosts, report),
                 channel=channel,
@@ -265,14 +264,15 @@ def master_of(chosen: str | None, hosts: Sequence[Host], report: Preflight) -> d
     return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS)), **towards}
 
 
-def horovodrun_options(plan: JobPlan, ssh: SshSetup) -> HorovodrunOptions:
-    """Return the options of horovodrun for the hosts of a plan, by names that it accepts."""
-    return HorovodrunOptions(
-        workers=plan.workers,
-        controller=plan.controller,
-        hosts=tuple((ssh.name_of(host), host.slots) for host in plan.hosts),
+def job_argv(plan: JobPlan, ssh: SshSetup, job: str) -> list[str]:
+    """Return the command that starts a job's agents on the hosts of a plan."""
+    return horovodrun_argv(
+        agent_argv(job),
+        plan.workers,
+        plan.controller,
+        [(ssh.name_of(host), host.slots) for host in plan.hosts],
         interface=plan.interface,
         start_timeout_s=max(1, round(plan.limits.start_timeout_s)),
         verbose=plan.verbose,
-        mpi_prefix=mpi_prefix(),
+        prefix=mpi_prefix(),
     )

@@ -23,7 +23,6 @@ from hvdtrain.launcher.doctor.probe import MARK, sweep
 from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all
 from hvdtrain.launcher.horovodrun import (
     GPU_SELECTION,
-    HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,
     mpi_prefix,
@@ -64,20 +63,20 @@ def try_ring(
     `towards`: an address; each worker uses its own interface towards it, instead of `interface`.
     """
     each = 2 if len(hosts) == 1 else 1
-    options = HorovodrunOptions(
-        workers=each * len(hosts),
-        controller=controller,
-        hosts=[(ssh.name_of(host), each) for host in hosts],
-        interface=interface,
-        start_timeout_s=20,
-        mpi_prefix=mpi_prefix(),
-    )
     writer = sessions[hosts[0].address]  # the host of rank 0
     file = writer.ask_again({"do": "make_file"}).get("make_file", os.devnull)
     verify = [str(Path(sys.executable).parent / "hvdtrain"), "verify", *SET, "--json", file]
     mark = secrets.token_hex(16)
     try:
-        command = horovodrun_argv(options, verify)
+        command = horovodrun_argv(
+            verify,
+            each * len(hosts),
+            controller,
+            [(ssh.name_of(host), each) for host in hosts],
+            interface=interface,
+            start_timeout_s=20,
+            prefix=mpi_prefix(),
+        )
         environment = ring_environment(os.environ, ssh, mark)
         environment |= {TOWARDS: towards} if towards and len(hosts) > 1 else {}
         if all(session.local for session in sessions.values()):
@@ -89,7 +88,7 @@ def try_ring(
     measured = None
     with contextlib.suppress(ValueError):  # incomplete
         measured = json.loads(content or "null")
-    return RingTrial(options.workers, controller, code, output, measured)
+    return RingTrial(each * len(hosts), controller, code, output, measured)
 
 
 def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -> dict[str, str]:
