@@ -14,7 +14,7 @@ from hvdtrain.errors import EXIT_OK, PreflightError
 from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.doctor import Finding
-from hvdtrain.launcher.doctor.examination import Preflight, first_address, preflight, withdraw
+from hvdtrain.launcher.doctor.examination import Examination, first_address, preflight, withdraw
 from hvdtrain.launcher.horovodrun import (
     MASTER_ADDR,
     MASTER_PORT,
@@ -183,7 +183,7 @@ class LaunchJob:
                 return supervisor.run()
 
     def _withdraw(
-        self, job: str, hosts: Sequence[Host], report: Preflight, ssh: SshSetup, channel: Channel
+        self, job: str, hosts: Sequence[Host], report: Examination, ssh: SshSetup, channel: Channel
     ) -> None:
         """Remove the ticket from the hosts where no agent has joined, which would have done so."""
         joined = {self._host_of(rank) for rank in channel.admitted}
@@ -207,7 +207,7 @@ class LaunchJob:
             },
         )
 
-    def _place(self, hosts: Sequence[Host], report: Preflight, start: int) -> JobPlan:
+    def _place(self, hosts: Sequence[Host], report: Examination, start: int) -> JobPlan:
         """Return the plan of this start: the first needs every host, a restart --min-np slots."""
         plan = self._plan
         problems = [item for item in report.findings if item.status == "fail"]
@@ -254,7 +254,7 @@ def explain(finding: Finding) -> str:
     return f"{where}{finding.check}: {finding.text}{'. ' if finding.fix else ''}{finding.fix}"
 
 
-def master_of(chosen: str | None, hosts: Sequence[Host], report: Preflight) -> dict[str, str]:
+def master_of(chosen: str | None, hosts: Sequence[Host], report: Examination) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT: the first host as the others reach it, a random port.
 
     Unless the user has `chosen` an interface, workers also use theirs towards this address.
