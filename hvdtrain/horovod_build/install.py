@@ -61,8 +61,7 @@ def obtain(choice: Choice, say: Say) -> Path:
     if cached := cached_wheel(inputs):
         say(f"{choice.text}: the wheel is in the cache")
         return cached
-    requirements = build_requirements(choice.environment.python_header)
-    if missing := missing_requirements(requirements):
+    if missing := missing_requirements(build_requirements(choice.environment.python_header)):
         raise PreflightError(explain_missing(missing))
     say(f"building {choice.text}: a few minutes, once")
     started = time.monotonic()

@@ -227,8 +227,7 @@ class LaunchJob:
         for item in problems:
             self._notify(f"left out: {explain(item)}")
         workers, interface = min(plan.workers, slots), plan.interface or report.interface
-        placed = take_slots(fit, workers)
-        return replace(plan, workers=workers, hosts=placed, interface=interface)
+        return replace(plan, workers=workers, hosts=take_slots(fit, workers), interface=interface)
 
 
 def slots_by_host(hosts: Sequence[Host], workers: int) -> dict[str, int]:

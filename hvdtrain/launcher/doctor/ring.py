@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
-from hvdtrain.launcher.doctor import ALL_HOSTS, Finding, HostCheck
+from hvdtrain.launcher.doctor import ALL_HOSTS, Finding
 from hvdtrain.launcher.doctor.probe import MARK, sweep
 from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all
 from hvdtrain.launcher.horovodrun import (
@@ -133,13 +133,14 @@ def run_ring(
 
 def check_ring(ring: RingTrial) -> list[Finding]:
     """Check that all sums are right, and report latency and bandwidth."""
-    check, where = HostCheck("ring"), f"{ring.workers} workers, {ring.controller}"
+    where = f"{ring.workers} workers, {ring.controller}"
     report = ring.measured or {"cases": [], "wrong": 0}
     measured = _measured_alone(report["cases"])
     is_complete = all(sizes.keys() >= {SMALL, LARGE} for sizes in measured.values())
     if ring.exit_code == 0 and measured and is_complete:
         speeds = [_speed(report, device, sizes) for device, sizes in measured.items()]
-        return check.or_ok(f"{where}: all sums right; {'; '.join(speeds)}")
+        text = f"{where}: all sums right; {'; '.join(speeds)}"
+        return [Finding("ring", "ok", ALL_HOSTS, text)]
     reported = re.search(rf"(?i)exit (?:with status )?code:? +{EXIT_MISMATCH}\b", ring.output)
     if ring.exit_code == EXIT_MISMATCH or report["wrong"] > 0 or reported:
         problem = "sums are wrong"
@@ -150,8 +151,8 @@ def check_ring(ring: RingTrial) -> list[Finding]:
     else:
         problem = f"ended with exit code {ring.exit_code}"
         fix = "fix what the checks above name, then run it by hand: horovodrun ... hvdtrain verify"
-    check.add(ALL_HOSTS, "fail", f"{where}: {problem}: {last_words(ring.output)}", fix)
-    return check.findings
+    text = f"{where}: {problem}: {last_words(ring.output)}"
+    return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
 
 
 def _measured_alone(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
