@@ -191,7 +191,6 @@ class LaunchJob:
         withdraw([host for host in left if not is_local(host)], ssh, job)
 
     def _orders(self, token: str, start: int) -> Orders:
-        path = {"PATH": search_path(os.environ)}  # `python` is the one that runs hvdtrain
         return Orders(
             token=token,
             command=self._plan.restarted if start else self._plan.command,
@@ -199,7 +198,7 @@ class LaunchJob:
             hostname=socket.gethostname(),
             environment={
                 **os.environ,
-                **path,
+                "PATH": search_path(os.environ),  # `python` is the one that runs hvdtrain
                 **self._plan.settings,
                 RESTART: str(start),
                 JOB: self._name,

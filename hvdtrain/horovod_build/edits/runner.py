@@ -10,43 +10,6 @@ _ANY_SHELL = (
 _ONE_CONNECTION = (
     "one ssh a worker, all at once, is more than sshd lets in (MaxStartups): 9 of 32 are refused"
 )
-_FOR_ANY_SHELL = """\
-def get_ssh_command(local_command, host, port=None, identity_file=None, timeout_s=None):
-    command = for_any_shell(' '.join(shlex.split(local_command)))
-    return open_ssh_command(shlex.quote(command), host, port, identity_file, timeout_s)
-
-
-def open_ssh_command(local_command, host, port=None, identity_file=None, timeout_s=None):
-"""
-# Open MPI writes commands for the local user's shell. sh takes all of them but those for csh.
-_MPI_FOR_ANY_SHELL = """\
-    try:
-        local_shell = pwd.getpwuid(os.getuid()).pw_shell
-    except KeyError:
-        local_shell = ''
-    agent = os.path.join(os.path.dirname(__file__), 'util', 'any_shell.py')
-    if not local_shell.endswith('csh') and ' ' not in sys.executable + agent:
-        env = copy.copy(env)
-        env.setdefault('OMPI_MCA_plm_rsh_agent', f'{sys.executable} -I -S {agent}')
-
-    # Execute the mpirun command.
-"""
-_ONE_SSH_A_WORKER = """\
-            local_command = quote('cd {pwd} > /dev/null 2>&1 ; {command}'
-                                  .format(pwd=os.getcwd(), command=command))
-            command = get_remote_command(local_command,
-                                         host=host_name,
-                                         port=settings.ssh_port,
-                                         identity_file=settings.ssh_identity_file)
-"""
-_ONE_SSH_A_HOST = """\
-            command = 'cd {pwd} > /dev/null 2>&1 ; exec {command}'.format(
-                pwd=quote(os.getcwd()), command=command)
-            if env_util.is_kubeflow_mpi():
-                command = get_remote_command(quote(command), host=host_name)
-            else:
-                execute = functools.partial(connections.execute, host_name)
-"""
 
 PYTHON = (
     Edit(
@@ -79,7 +42,14 @@ HOSTS = (
         "horovod/runner/util/remote.py",
         "def get_ssh_command(local_command, host, port=None, identity_file=None, "
         "timeout_s=None):\n",
-        _FOR_ANY_SHELL,
+        """\
+def get_ssh_command(local_command, host, port=None, identity_file=None, timeout_s=None):
+    command = for_any_shell(' '.join(shlex.split(local_command)))
+    return open_ssh_command(shlex.quote(command), host, port, identity_file, timeout_s)
+
+
+def open_ssh_command(local_command, host, port=None, identity_file=None, timeout_s=None):
+""",
         _ANY_SHELL,
     ),
     Edit(
@@ -100,10 +70,22 @@ HOSTS = (
         "import os\nimport shlex\nimport sys\n",
         _ANY_SHELL,
     ),
+    # Open MPI writes commands for the local user's shell. sh takes all of them but those for csh.
     Edit(
         "horovod/runner/mpi_run.py",
         "    # Execute the mpirun command.\n",
-        _MPI_FOR_ANY_SHELL,
+        """\
+    try:
+        local_shell = pwd.getpwuid(os.getuid()).pw_shell
+    except KeyError:
+        local_shell = ''
+    agent = os.path.join(os.path.dirname(__file__), 'util', 'any_shell.py')
+    if not local_shell.endswith('csh') and ' ' not in sys.executable + agent:
+        env = copy.copy(env)
+        env.setdefault('OMPI_MCA_plm_rsh_agent', f'{sys.executable} -I -S {agent}')
+
+    # Execute the mpirun command.
+""",
         _ANY_SHELL,
     ),
     Edit(
@@ -140,8 +122,22 @@ HOSTS = (
     ),
     Edit(
         "horovod/runner/gloo_run.py",
-        _ONE_SSH_A_WORKER,
-        _ONE_SSH_A_HOST,
+        """\
+            local_command = quote('cd {pwd} > /dev/null 2>&1 ; {command}'
+                                  .format(pwd=os.getcwd(), command=command))
+            command = get_remote_command(local_command,
+                                         host=host_name,
+                                         port=settings.ssh_port,
+                                         identity_file=settings.ssh_identity_file)
+""",
+        """\
+            command = 'cd {pwd} > /dev/null 2>&1 ; exec {command}'.format(
+                pwd=quote(os.getcwd()), command=command)
+            if env_util.is_kubeflow_mpi():
+                command = get_remote_command(quote(command), host=host_name)
+            else:
+                execute = functools.partial(connections.execute, host_name)
+""",
         _ONE_CONNECTION,
     ),
     Edit(

@@ -4,25 +4,6 @@ from __future__ import annotations
 
 from hvdtrain.horovod_build.edits.edit import Edit
 
-_NCCL_FAILS = """\
-            gpu_context->WaitForEvents(evt_queue, entries, timeline,
-                                       error_check_callback);
-          }
-        } else {
-"""
-_NCCL_FAILURE_IS_RETURNED = """\
-            try {
-              gpu_context->WaitForEvents(evt_queue, entries, timeline,
-                                         error_check_callback);
-            } catch (std::exception& e) {
-              global_state->shut_down = true;
-              gpu_evt_failed = true;
-              gpu_evt_err_msg = e.what();
-            }
-          }
-        } else {
-"""
-
 _IDLE = (
     "Horovod's thread wakes up every millisecond where nothing is to be reduced, on a core that "
     "others compute on"
@@ -63,25 +44,6 @@ _LOOP_FAILS = """\
     LOG(ERROR, horovod_global.global_controller->GetRank())
         << "Horovod background loop uncaught exception: " << ex.what();
 """
-# Without an operation of this rank none can begin on any other, but for those of process sets
-# without it. The limit is how late a shutdown can be noticed, here or on another rank.
-_SLEEP_WHILE_IDLE = """\
-  if (!state.dynamic_process_sets && state.process_set_table.Ids().size() == 1) {
-    state.process_set_table.Get(0).tensor_queue.WaitForEntry(std::chrono::milliseconds(50));
-  }
-"""
-_WAIT_FOR_ENTRY = """\
-
-  // Return once an operation is pending on this rank, or after the limit.
-  void WaitForEntry(std::chrono::milliseconds limit) {
-    std::unique_lock<std::mutex> guard(mutex_);
-    entry_added_.wait_for(guard, limit, [this] { return !tensor_table_.empty(); });
-  }
-
-protected:
-  std::condition_variable entry_added_;
-
-"""
 
 
 def _sleeping_controller(operation: str) -> Edit:
@@ -99,8 +61,24 @@ def _sleeping_controller(operation: str) -> Edit:
 FAULTS_AND_ORDER = (
     Edit(
         "horovod/common/ops/gpu_operations.cc",
-        _NCCL_FAILS,
-        _NCCL_FAILURE_IS_RETURNED,
+        """\
+            gpu_context->WaitForEvents(evt_queue, entries, timeline,
+                                       error_check_callback);
+          }
+        } else {
+""",
+        """\
+            try {
+              gpu_context->WaitForEvents(evt_queue, entries, timeline,
+                                         error_check_callback);
+            } catch (std::exception& e) {
+              global_state->shut_down = true;
+              gpu_evt_failed = true;
+              gpu_evt_err_msg = e.what();
+            }
+          }
+        } else {
+""",
         "an error of NCCL is raised in a thread of Horovod's own, which ends the process, instead "
         "of being returned by the operation",
     ),
@@ -138,7 +116,19 @@ WAITING = (
     Edit(
         "horovod/common/tensor_queue.h",
         "  void RemoveJoinTensor();\n\nprotected:\n",
-        "  void RemoveJoinTensor();\n" + _WAIT_FOR_ENTRY,
+        """\
+  void RemoveJoinTensor();
+
+  // Return once an operation is pending on this rank, or after the limit.
+  void WaitForEntry(std::chrono::milliseconds limit) {
+    std::unique_lock<std::mutex> guard(mutex_);
+    entry_added_.wait_for(guard, limit, [this] { return !tensor_table_.empty(); });
+  }
+
+protected:
+  std::condition_variable entry_added_;
+
+""",
         _IDLE,
     ),
     Edit(
@@ -155,11 +145,17 @@ WAITING = (
         "  return Status::OK();\n",
         _IDLE,
     ),
+    # Without an operation of this rank none can begin on any other, but for those of process sets
+    # without it. The limit is how late a shutdown can be noticed, here or on another rank.
     Edit(
         "horovod/common/operations.cc",
         "  // This delay determines thread frequency and communication message latency\n",
-        _SLEEP_WHILE_IDLE
-        + "  // This delay determines thread frequency and communication message latency\n",
+        """\
+  if (!state.dynamic_process_sets && state.process_set_table.Ids().size() == 1) {
+    state.process_set_table.Get(0).tensor_queue.WaitForEntry(std::chrono::milliseconds(50));
+  }
+  // This delay determines thread frequency and communication message latency
+""",
         _IDLE,
     ),
     Edit(
