@@ -87,8 +87,7 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
     Raises UsageError, with the missing or damaged files and their folder.
     """
     folder = data_dir / FASHION_FOLDER
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise UsageError(
             f"--data=fashion-mnist: missing in {folder}: {', '.join(missing)}. Put the unpacked "
             "IDX files there, or name the folder that holds FashionMNIST/raw with --data-dir"

@@ -148,11 +148,11 @@ class Feed:
 
         A split that is read in order has one at hand by itself.
         """
+        read = list(self._as_read(parts).values())
+        if in_order(self.split):
+            return read
         stand_in = np.array([getattr(self.split, "first", 0)])
-        has_own = in_order(self.split)
-        return [
-            part if len(part) or has_own else stand_in for part in self._as_read(parts).values()
-        ]
+        return [part if len(part) else stand_in for part in read]
 
     def _as_passed(self, loaded: Iterator[Loaded], parts: Parts) -> Iterator[Loaded]:
         """Yield the batches of a step in the order of its passes."""

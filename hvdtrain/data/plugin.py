@@ -44,8 +44,8 @@ def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
     for part, split in (("train", made.train), ("valid", made.valid)):
         check_split("--data", name, part, split)
         if isinstance(split, TensorSplit):
-            problems = _wrong_in_tensors(split, made)
-            refuse(f"--data={name}: {part} split: {problem}" for problem in problems)
+            where = f"--data={name}: {part} split"
+            refuse(f"{where}: {problem}" for problem in _wrong_in_tensors(split, made))
             split.inputs = split.inputs.to(dtype)
     return made
 
@@ -109,8 +109,7 @@ class TorchSamples:
             raise BadSample(
                 f"--data={self.name}: sample {index}: {type(error).__name__}: {error}"
             ) from error
-        problem = _problem_of(image, label, self.shape, self.classes)
-        if problem:
+        if problem := _problem_of(image, label, self.shape, self.classes):
             raise BadSample(f"--data={self.name}: sample {index}: {problem}")
         return image.to(self.dtype), int(label)
 

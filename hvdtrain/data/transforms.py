@@ -94,8 +94,7 @@ class ChangedSplit:
         read = stream(self.split, (self.to_read(indices, epoch) for indices in ahead), epoch)
         # In this order: the batch that has just come is then in `now` without being computed again.
         for one, indices in zip(read, now, strict=True):
-            changed = self.change(one.on(), indices, epoch)
-            yield Loaded(changed, len(indices) - one.bad, one.bad)
+            yield Loaded(self.change(one.on(), indices, epoch), len(indices) - one.bad, one.bad)
 
 
 @dataclass(eq=False)
@@ -149,8 +148,7 @@ class ResizedSplit(ChangedSplit):
     size: tuple[int, int]
 
     def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
-        inputs, labels = batch
-        return resize(inputs, self.size), labels
+        return resize(batch[0], self.size), batch[1]
 
 
 def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:

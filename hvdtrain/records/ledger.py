@@ -105,8 +105,9 @@ class RunLedger(Ledger):
         """
         take_cause(directory.path)  # from an earlier start
         self._directory = directory
-        folder, keep = directory.path / CHECKPOINTS, config["keep_checkpoints"]
-        self.checkpoints = Checkpoints(folder, keep, directory.run_id)
+        self.checkpoints = Checkpoints(
+            directory.path / CHECKPOINTS, config["keep_checkpoints"], directory.run_id
+        )
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
         step = resumed["step"] if resumed else 0
@@ -235,8 +236,7 @@ class RunLedger(Ledger):
         """Close all files and release the run directory; after a stop, print how to continue."""
         self._console.close()
         if self._summary["status"] == "stopped":
-            is_script = "script" in self._takeaway["config"]
-            say(way_on(self.checkpoints.complete(), is_script))
+            say(way_on(self.checkpoints.complete(), "script" in self._takeaway["config"]))
         self._events.close(self._summary)
         self._directory.close()
 

@@ -52,8 +52,7 @@ class TraceFile:
 
     def append(self, record: TraceRecord) -> None:
         """Add a record to the chain."""
-        linked = asdict(record) | {"previous": self.head["sha256"]}
-        chained = stamped(TRACE, json_ready(linked))
+        chained = stamped(TRACE, json_ready(asdict(record) | {"previous": self.head["sha256"]}))
         self._directory.append(TRACE, chained)
         self.head = {
             "step": record.step,

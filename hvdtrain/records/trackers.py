@@ -51,11 +51,9 @@ class Record:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of a step, unless they were recorded before a resume."""
-        raise NotImplementedError
 
     def end(self, status: str, summary: dict[str, Any]) -> None:
         """Add the summary, and mark the run as ended."""
-        raise NotImplementedError
 
     def _earlier_id(self) -> str | None:
         """Return the id of the run in the tracker, if an earlier start has stored one."""
@@ -88,8 +86,9 @@ class MlflowRecord(Record):
             self._run, self._steps = existing.info.run_id, {}
             self._client.update_run(self._run, status="RUNNING")
         else:
-            name = self._directory.path.name
-            created = self._client.create_run(self._experiment(), run_name=name)
+            created = self._client.create_run(
+                self._experiment(), run_name=self._directory.path.name
+            )
             self._run = self._keep_id(created.info.run_id)
         self._add_options(existing.data.params if existing else {})
         return f"run {self._run} in {self._client.tracking_uri}"
@@ -160,8 +159,9 @@ class MlflowRecord(Record):
     def _log(self, kind: str, entities: list[Any], most: int) -> None:
         """Add params, metrics or tags (`kind`), at most so many in one call."""
         for start in range(0, len(entities), most):
-            part = {kind: entities[start : start + most]}
-            self._client.log_batch(self._run, synchronous=True, **part)
+            self._client.log_batch(
+                self._run, synchronous=True, **{kind: entities[start : start + most]}
+            )
 
     def _last_step(self, metric: str) -> int:
         """Return the last step of a metric that the store had before a resume, or 0."""

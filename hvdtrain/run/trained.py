@@ -169,8 +169,7 @@ def predict(arguments: dict[str, Any]) -> int:
     pixels_each = max(form.height * form.width, shape[1] * shape[2])
     at_a_time = max(1, min(PREDICTED_AT_A_TIME, MOST_PIXELS_AT_A_TIME // pixels_each))
     for start in range(0, len(paths), at_a_time):
-        read = _readable(paths[start : start + at_a_time], form, most or MAX_PIXELS)
-        if read:
+        if read := _readable(paths[start : start + at_a_time], form, most or MAX_PIXELS):
             stacked = torch.stack([pixels for _, pixels in read])
             inputs = resize(normalised(stacked, form, dtype), shape[1:])
             with torch.no_grad():
@@ -239,8 +238,7 @@ def _refuse_other_sizes(saved: Saved, name: str, build: Callable[[], torch.nn.Mo
             shapes = {key: tensor.shape for key, tensor in build().state_dict().items()}
     except NotImplementedError:  # some networks of torchvision compute with their first values
         return
-    wrong = [key for key, shape in shapes.items() if saved.weights[key].shape != shape]
-    if wrong:
+    if wrong := [key for key, shape in shapes.items() if saved.weights[key].shape != shape]:
         raise UsageError(f"{saved.source}: its weights are not those of {name}: {wrong[0]} differs")
 
 
@@ -318,8 +316,7 @@ def _readable(
     read = []
     for path in paths:
         try:
-            pixels = read_image(path, form.channels, max_pixels)
-            read.append((path, centred(pixels, form)))
+            read.append((path, centred(read_image(path, form.channels, max_pixels), form)))
         except BadSample as error:
             complain(f"skipped: {error}")
     return read

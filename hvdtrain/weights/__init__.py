@@ -215,11 +215,10 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
         weights_path = find_weights(path)
         weights, removed = clean_names(read_weights(path))
         notes = [f"{len(weights)} tensors from {weights_path}", *describe_removed(removed)]
-        notes += _load(model, weights)
+        return [*notes, *_load(model, weights)]
     except UsageError as error:
         reasons = [reason.removeprefix(f"{path}: ") for reason in error.problems]
         raise UsageError(*(f"--pretrained={path}: {reason}" for reason in reasons)) from error
-    return notes
 
 
 def _load(model: nn.Module, weights: Weights) -> list[str]:
