@@ -78,7 +78,7 @@ class Ledger:
         if not isinstance(error, PeerFailure | Stopped | AuditMismatch | AgreedFailure):
             # "x": the first cause stays, and no link is followed
             with suppress(OSError), (self._folder / CAUSE).open("x", encoding="utf-8") as stream:
-                stream.write(f"rank {self._rank}: {_text_of(error)}")
+                stream.write(f"rank {self._rank}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Close all files and release the run directory."""
@@ -223,11 +223,11 @@ class RunLedger(Ledger):
             return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         matching = (status for kind, status in statuses.items() if isinstance(error, kind))
-        cause = take_cause(self._directory.path)
+        text, cause = f"{type(error).__name__}: {error}", take_cause(self._directory.path)
         self._summary |= {
             "status": next(matching, "failed"),
             "ended": moment(),
-            "error": cause if cause and isinstance(error, PeerFailure) else _text_of(error),
+            "error": cause if cause and isinstance(error, PeerFailure) else text,
         }
         with suppress(HvdtrainError):
             self._directory.write_summary(self._summary)
@@ -295,7 +295,3 @@ def take_cause(folder: Path) -> str | None:
     with suppress(OSError):
         path.unlink()
     return text
-
-
-def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
