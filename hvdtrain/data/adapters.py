@@ -5,8 +5,6 @@ What has `__len__` and `__getitem__` serves: data sets of torch, `datasets.Datas
 epoch and number (`hvdtrain.data.drawing`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast, overload

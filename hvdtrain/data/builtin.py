@@ -4,8 +4,6 @@ Sources: H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", arXiv:1708.07747; A. K
 multiple layers of features from tiny images", 2009. torchvision downloads and reads both.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

@@ -4,8 +4,6 @@ The samples of every step of a rank are determined up to the end of the epoch, a
 ahead as the split reads (see `hvdtrain.data.reading`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ The transforms are torchvision's. Their random numbers depend only on (seed, epo
 the rank or process that reads a sample.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

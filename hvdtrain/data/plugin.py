@@ -6,8 +6,6 @@ The callable takes no arguments and returns an hvdtrain.Dataset, or two map-styl
 the first data set, to convert image files to such samples.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ If each host holds a part of the samples, the parts are merged into one order, i
 every batch, and a sample goes to a rank of its host.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

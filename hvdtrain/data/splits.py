@@ -1,7 +1,5 @@
 """Types of splits and data sets, their checks, and fingerprints that detect changed samples."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

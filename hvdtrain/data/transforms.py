@@ -4,8 +4,6 @@ Random numbers depend only on (seed, epoch, sample), not on the rank, the batch,
 an augmented run is the same for every number of workers, and after resuming.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 On a terminal, progress is a live bar; to a pipe (always under horovodrun) a line per interval.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The folder of a live run: its lock, configuration, summary, evaluation and record files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,13 +1,11 @@
 """The event log of a run: lines of JSON, and scalars for TensorBoard and other writers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.audit import AuditRecord
 from hvdtrain.files import json_ready, make_folder, why_not_written
@@ -17,9 +15,6 @@ from hvdtrain.records.folders import AUDITS, METRICS, TENSORBOARD
 from hvdtrain.records.trackers import Tracker
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metering import Totals
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 NO_FIGURES: Mapping[str, float] = {}
 

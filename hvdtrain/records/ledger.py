@@ -1,7 +1,5 @@
 """The records of a run: all that rank 0 prints and writes."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -2,8 +2,6 @@
 the software, which are compared on resume.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

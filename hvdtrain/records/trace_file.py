@@ -6,8 +6,6 @@ in the summary, and in the manifest and the state of each checkpoint. So a recor
 removed or added shows, and so does a file that was cut, up to the newest head.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

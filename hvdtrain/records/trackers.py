@@ -4,8 +4,6 @@ Each tracker is served by a thread with a queue, so that training never waits fo
 that fails is left out from then on, with a warning; it never ends the training.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import math

@@ -1,7 +1,5 @@
 """Shares in proportion to the speed of the workers: `--rank-weights auto`."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The hooks of a run, which the loop calls: audits and trace, keeper, profiler."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path

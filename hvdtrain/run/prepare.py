@@ -1,7 +1,5 @@
 """Preparation of a job from its configuration: the steps that each rank takes on its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

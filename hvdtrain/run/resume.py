@@ -1,7 +1,5 @@
 """Search for the run to resume: its folder, its configuration and its newest good checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Comparison of the data that ranks have built, each in its own process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The task of a configuration and its data, on this rank and over all hosts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`hvdtrain evaluate` and `hvdtrain predict`: use of trained models on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial

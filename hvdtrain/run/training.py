@@ -1,7 +1,5 @@
 """Assembly of a training run on this rank: exchange, data, model, ledger, audit and signals."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -5,8 +5,6 @@ and checkpoints. Pickled code is never run: torch reads with `weights_only`, and
 refuses are refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Export of plain weights, independent of how they were trained."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path
