@@ -159,8 +159,13 @@ def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:
         for split in (dataset.train, dataset.valid)
     )
     change = f"resized from {height}x{width} to {size[0]}x{size[1]}, bilinear"
-    note = ", ".join(filter(None, (dataset.note, change)))
-    return replace(dataset, shape=(channels, *size), train=train, valid=valid, note=note)
+    return replace(
+        dataset,
+        shape=(channels, *size),
+        train=train,
+        valid=valid,
+        note=", ".join(filter(None, (dataset.note, change))),
+    )
 
 
 def resize(inputs: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

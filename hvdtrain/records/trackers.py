@@ -53,15 +53,6 @@ class Record:
     def end(self, status: str, summary: dict[str, Any]) -> None:
         """Add the summary, and mark the run as ended."""
 
-    def _earlier_id(self) -> str | None:
-        """Return the id of the run in the tracker, if an earlier start has stored one."""
-        return self._directory.read_tracker(self.name).get("run_id")
-
-    def _keep_id(self, run_id: str) -> str:
-        """Store the id of the run for later starts; return it."""
-        self._directory.write_tracker(self.name, {"run_id": run_id})
-        return run_id
-
 
 class MlflowRecord(Record):
     """The record of a run in the store of MLFLOW_TRACKING_URI, or MLflow's own local one, which has
@@ -78,7 +69,7 @@ class MlflowRecord(Record):
         self._client = self._library.MlflowClient()
 
     def open(self) -> str:
-        held = self._earlier_id()
+        held = self._directory.tracked_as(self.name)
         existing = self._find(held) if held else None
         if existing:
             self._run, self._steps = existing.info.run_id, {}
@@ -87,7 +78,8 @@ class MlflowRecord(Record):
             created = self._client.create_run(
                 self._experiment(), run_name=self._directory.path.name
             )
-            self._run = self._keep_id(created.info.run_id)
+            self._run = created.info.run_id
+            self._directory.track_as(self.name, self._run)
         self._add_options(existing.data.params if existing else {})
         return f"run {self._run} in {self._client.tracking_uri}"
 
@@ -194,9 +186,10 @@ class WandbRecord(Record):
     _run: Any = None
 
     def open(self) -> str:
-        run_id = self._earlier_id()
+        run_id = self._directory.tracked_as(self.name)
         if not run_id:
-            run_id, self._recorded = self._keep_id(secrets.token_hex(4)), 0
+            run_id, self._recorded = secrets.token_hex(4), 0
+            self._directory.track_as(self.name, run_id)
         settings = self._library.setup().settings
         is_chosen = settings.mode != "online" or "WANDB_MODE" in os.environ
         self._run = self._library.init(

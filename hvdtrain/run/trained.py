@@ -124,8 +124,8 @@ def _of_script(
     if not len(script.data.valid):
         raise UsageError(f"{script.path}: its loop has no samples to validate with")
     model = _with_weights(script.model, saved)
-    figures = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
-    write_json(arguments["json"], figures)
+    device_name = arguments["device"] or "auto"
+    write_json(arguments["json"], _evaluate(model, script.task, script.data, device_name))
     return EXIT_OK
 
 
@@ -159,9 +159,8 @@ def predict(arguments: dict[str, Any]) -> int:
     classes, shape = takeaway["classes"], tuple(takeaway["shape"])
     build = partial(build_network, takeaway["model"], shape, len(classes), dtype)
     _refuse_other_sizes(saved, takeaway["model"], build)
-    model = build()
     device = choose_device(arguments["device"] or "auto", Topology())
-    model = _with_weights(model, saved).to(device).eval()
+    model = _with_weights(build(), saved).to(device).eval()
     records: list[dict[str, Any]] = []  # with --json: the scores of many classes take memory
     predicted = 0
     pixels_each = max(form.height * form.width, shape[1] * shape[2])
