@@ -125,8 +125,7 @@ class Loop:
             save_frozen=save_frozen,
             gathers=gathers,
         )
-        has_half = (valid is None) != (evaluate is None)
-        problems = _problems(self._script, [train, valid], has_half)
+        problems = _problems(self._script, [train, valid], (valid is None) != (evaluate is None))
         refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
         data = _read_samples(self._script.path.name, train, valid, self._config.run.seed)
         self._script = replace(self._script, data=data)
@@ -302,8 +301,8 @@ def _of_this_loop(config: TrainConfig, number: int, exchange: Exchange) -> Train
     has.
     """
     if number > 1:
-        named = replace(config.run, experiment=f"{config.run.experiment}-loop-{number}")
-        config = replace(config, run=named)
+        name = f"{config.run.experiment}-loop-{number}"
+        config = replace(config, run=replace(config.run, experiment=name))
     return of_this_job(config, exchange)
 
 

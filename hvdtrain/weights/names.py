@@ -1,7 +1,5 @@
 """Names of tensors: without the prefixes that wrappers, compilers and trainers add."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 
