@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.effects import without_idle
 from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import (
     Option,
@@ -250,9 +251,10 @@ def _warn_if_buckets_differ(config: TrainConfig, stored: dict[str, Any], size: i
 
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:
-    wanted = as_flat_dict(config)
+    defaults = {name: option.default for name, option in train_options().items()}
+    wanted = without_idle(as_flat_dict(config), defaults)
     # An option that is newer than the run had its default value.
-    stored = {name: option.default for name, option in train_options().items()} | stored
+    stored = without_idle(defaults | stored, defaults)
     if config.batch.global_batch_size is None:  # a resumed run keeps its global batch
         wanted["global_batch_size"] = stored.get("global_batch_size")
     problems = [

@@ -83,7 +83,8 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
         )
     stored = _parsed(source, known_options, takeaway["config"])
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
-    config = build_config(_chosen(source, stored, overrides, arguments))
+    recorded = _chosen(source, stored, overrides, arguments)
+    config = build_config(_explicit(arguments, overrides), recorded=recorded)
     if (config.model.num_classes or 0) > sum(tensor.numel() for tensor in weights.values()):
         raise UsageError(f"{source}: has {config.model.num_classes:,} classes, and fewer weights")
     task = build_task(config)
