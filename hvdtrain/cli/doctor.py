@@ -15,6 +15,7 @@ from hvdtrain.cli.flags import (
     Flag,
     find_hosts,
     ssh_options,
+    train_flag,
     wrong_flags,
 )
 from hvdtrain.config.fields import Check
@@ -39,12 +40,7 @@ DESCRIPTION = (
 MINUTES = Check(lambda m: 0 < m < math.inf, "={:g}: must be a number of minutes above 0")
 FLAGS = (
     HOST_FLAGS,
-    Flag(
-        "--output",
-        "check DIR as the folder of runs (default: runs)",
-        default="runs",
-        metavar="DIR",
-    ),
+    train_flag("output", "check this folder as that of runs"),
     Flag("--controller", "check this one; auto: gloo", default="auto", choices=CONTROLLERS),
     Flag("--no-ring", "start no workers", bool),
     Flag(

@@ -14,16 +14,11 @@ DESCRIPTION = "Evaluate a run (its best checkpoint) or a checkpoint on its valid
 VALUES = (
     *MAY_NAME_CODE,
     *("data_dir", "image_size", "max_image_pixels", "valid_split", "workers", "device"),
+    "skip_bad_samples",
 )
 FLAGS = (
     Flag("source", "evaluate this run or checkpoint", metavar="RUN_OR_CHECKPOINT"),
     *replacements(VALUES),
-    Flag(
-        "--skip-bad-samples",
-        "skip and count images that cannot be read (default: as in training)",
-        bool,
-        more={"default": None},
-    ),
     TRUST_CODE,
     Flag("--json", "write all figures to FILE", metavar="FILE"),
 )
@@ -34,4 +29,4 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     refuse(problems)
     from hvdtrain.run.trained import evaluate
 
-    return evaluate(arguments, (*VALUES, "skip_bad_samples"))
+    return evaluate(arguments, VALUES)

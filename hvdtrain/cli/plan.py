@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import CONTROLLERS, FOLDER, Flag, Section, wrong_flags
+from hvdtrain.cli.flags import CONTROLLERS, FOLDER, Flag, Section, train_flag, wrong_flags
 from hvdtrain.config.fields import Check, at_least, flag_of
 from hvdtrain.errors import refuse
 from hvdtrain.files import json_problems
@@ -33,10 +33,10 @@ WORKERS = Check(
 )
 SHARE = Check(lambda value: 0 < value <= 1, "={}: must be above 0 and at most 1")
 COMPUTATION = (
-    Flag("--model", "plan for this model, as in train (lenet)"),
-    Flag("--data", "plan for this data, as in train (digits)"),
-    Flag("--data-dir", "read data set files from DIR (data)", str, "data", "DIR"),
-    Flag("--batch-size", "take B samples per worker (32)", int, None, "B", check=at_least(1)),
+    train_flag("model", "plan for this model, as in train (lenet)", default=None),
+    train_flag("data", "plan for this data, as in train (digits)", default=None),
+    train_flag("data_dir"),
+    train_flag("batch_size", "take this many samples per worker (32)"),
     Flag(
         "--step-time-s", "assume T seconds per step of one device", float, None, "T", check=ABOVE_0
     ),

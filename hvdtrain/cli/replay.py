@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.cli.flags import TRUST_CODE, Flag, replacements, wrong_flags
+from hvdtrain.cli.flags import TRUST_CODE, Flag, replacements, train_flag, wrong_flags
 from hvdtrain.config.fields import at_least, step_range
 from hvdtrain.errors import UsageError
 from hvdtrain.files import json_problems
@@ -34,7 +34,7 @@ FLAGS = (
         metavar="K",
         check=at_least(1),
     ),
-    Flag("--seed", "choose them by this seed (default: 0)", int, default=0),
+    train_flag("seed", "choose them by this seed"),
     *replacements(VALUES),
     TRUST_CODE,
     Flag("--json", "write the steps and the difference to FILE", metavar="FILE"),

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.cli.flags import Flag, wrong_flags
-from hvdtrain.config.fields import Check, at_least
+from hvdtrain.cli.flags import Flag, train_flag, wrong_flags
+from hvdtrain.config.fields import Check
 from hvdtrain.errors import refuse
 from hvdtrain.evidence.verify import DTYPES, FAULTS, OPERATIONS
 from hvdtrain.topology import Topology
@@ -46,7 +46,7 @@ FLAGS = (
         check=Check(FAULTS.__contains__, f"={{}}: unknown; choose from {', '.join(FAULTS)}"),
     ),
     Flag("--json", "write the outcome of every case to FILE", metavar="FILE"),
-    Flag("--seed", "seed values and faults (default: 0)", int, default=0, check=at_least(0)),
+    train_flag("seed", "seed values and faults"),
 )
 
 

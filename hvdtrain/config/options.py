@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Option:
         return [*filter(None, [self.short]), flag_of(self.name)]
 
 
+@cache
 def train_options() -> dict[str, Option]:
     """Return every option of `hvdtrain train` by name. Names are unique over the groups."""
     options = {}

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hvdtrain.config import DataConfig
 from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, known_options
 from hvdtrain.config.plugins import is_plugin, refuse_code_of, refuse_data_of
@@ -148,20 +147,19 @@ def predict(arguments: dict[str, Any]) -> int:
     weights, takeaway = read_checkpoint(source)
     form, dtype = _format_of(source, takeaway), DTYPES[takeaway["dtype"]]
     takeaway = _chosen(source, takeaway, ("model",), arguments)
-    most = DataConfig(max_image_pixels=arguments["max_image_pixels"]).max_image_pixels
-    paths = _images(arguments["images"])
+    paths, most = _images(arguments["images"]), arguments["max_image_pixels"] or MAX_PIXELS
     classes, shape = takeaway["classes"], tuple(takeaway["shape"])
     build = partial(build_network, takeaway["model"], shape, len(classes), dtype)
     _refuse_other_sizes(source, takeaway["model"], build, weights)
     model = build()
-    device = choose_device(arguments["device"] or "auto", Topology())
+    device = choose_device(arguments["device"], Topology())
     model = _with_weights(model, weights, source).to(device).eval()
     records: list[dict[str, Any]] = []  # with --json: the scores of many classes take memory
     predicted = 0
     pixels_each = max(form.height * form.width, shape[1] * shape[2])
     at_a_time = max(1, min(PREDICTED_AT_A_TIME, MOST_PIXELS_AT_A_TIME // pixels_each))
     for start in range(0, len(paths), at_a_time):
-        read = _readable(paths[start : start + at_a_time], form, most or MAX_PIXELS)
+        read = _readable(paths[start : start + at_a_time], form, most)
         if read:
             stacked = torch.stack([pixels for _, pixels in read])
             inputs = resize(normalised(stacked, form, dtype), shape[1:])
