@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
 class HelpAll(argparse.Action):
     """The action of --help-all: to print the help with every flag, and exit."""
 
-    def __call__(self, parser: Any, *_: Any) -> NoReturn:
+    def __call__(self, parser: Any, *_: Any) -> None:
         parser.shows_all = True
         parser.print_help()
         parser.exit()
