@@ -49,7 +49,14 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help, with a usage line that leaves most flags to the lines below."""
-        self.usage = " ".join([self.prog, *self._required(), "[flags]", *self._words()])
+        flags = [action for action in self._actions if action.option_strings and action.required]
+        required = [f"{action.option_strings[0]} {action.metavar}" for action in flags]
+        words = [
+            f"{action.metavar} ..." if action.nargs == "+" else str(action.metavar)
+            for action in self._actions
+            if not action.option_strings
+        ]
+        self.usage = " ".join([self.prog, *required, "[flags]", *words])
         every = self._action_groups
         usual = [group for group in every if group.title == USUAL_TITLE]
         rest = [group for group in every if group not in usual]
@@ -59,23 +66,11 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._action_groups = every
 
-    def _required(self) -> list[str]:
-        """Return the flags that must be given, with what stands for their values."""
-        required = [action for action in self._actions if action.option_strings and action.required]
-        return [f"{action.option_strings[0]} {action.metavar}" for action in required]
-
-    def _words(self) -> list[str]:
-        """Return what stands for the arguments that are not flags."""
-        words = [action for action in self._actions if not action.option_strings]
-        return [
-            f"{action.metavar} ..." if action.nargs == "+" else f"{action.metavar}"
-            for action in words
-        ]
-
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
+        self.shows_all = "--help-all" in words
         separator = words.index("--") if "--" in words else len(words)
         spelled = [self._spell(word) for word in words[:separator]]
         return super().parse_known_args(spelled + words[separator:], namespace)
@@ -109,15 +104,6 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean {near}?" if near else f"choose from {', '.join(commands)}"
             message = f"{match[2]}: no such command; {hint}"
         raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-class HelpAll(argparse.Action):
-    """The action of --help-all: to print the help with every flag, and exit."""
-
-    def __call__(self, parser: Any, *_: Any) -> None:
-        parser.shows_all = True
-        parser.print_help()
-        parser.exit()
 
 
 @dataclass(frozen=True)
@@ -221,10 +207,9 @@ def flags_of_train() -> Flags:
         flags[name] = replace(train_flag(name), default=argparse.SUPPRESS)
         if name not in USUAL:
             sections[option.group].append(flags[name])
-    every = {"action": HelpAll, "nargs": 0, "default": argparse.SUPPRESS}
     return [
         Section(USUAL_TITLE, [flags[name] for name in USUAL]),
-        Flag("--help-all", "show every flag and exit", bool, more=every),
+        Flag("--help-all", "show every flag and exit", bool, more={"action": "help"}),
         Flag("--print-config", "print the configuration and exit", bool),
         *(Section(title, rest) for title, rest in sections.items()),
     ]

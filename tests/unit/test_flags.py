@@ -54,7 +54,7 @@ def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             commands += action.choices.values()
-        elif not isinstance(action, argparse._HelpAction):
+        elif "--help" not in action.option_strings:
             names = "/".join(action.option_strings) or action.dest
             values = "|".join(map(str, action.choices or ())) or action.metavar or ""
             yield f"{parser.prog} {names} {values}: {action.help or ''}"

@@ -406,6 +406,16 @@ def test_other_buckets_are_told_of(unfinished: Path, capsys) -> None:
     assert "--bucket-bytes" not in capsys.readouterr().out
 
 
+def test_options_without_effect_need_not_be_given_again(unfinished: Path) -> None:
+    """Fails when a run of a version that took them can be resumed neither with them nor without."""
+    config = unfinished / "config.yaml"
+    idle = {"lr_base_batch_size": 64, "data_dir": "there"}
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | idle))
+    assert find(unfinished).resumed.state is not None
+    with pytest.raises(UsageError, match="--lr-base-batch-size=64: has no effect without"):
+        find(unfinished, **idle)
+
+
 def test_free_options_may_change(unfinished: Path) -> None:
     """Fails when an option that teaches nothing cannot be changed on resume."""
     stored = yaml.safe_load((unfinished / "config.yaml").read_text())
