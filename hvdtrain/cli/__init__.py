@@ -1,9 +1,8 @@
 """The command line, `hvdtrain COMMAND ...`: one module per command.
 
-A command's module has HELP, DESCRIPTION, FLAGS and `run(arguments, problems, topology)`, which
-returns the exit code. `run` raises `problems`, those of unrecognised arguments,
-together with its own. It imports nothing slow before `run`, as `--help` imports every module, and
-nothing that only Linux has: `--help` and `--version` answer on any system.
+A command's module ends with COMMAND: what the help says, the flags, and the function that runs it.
+It imports nothing slow outside of that function, as `--help` imports every module, and nothing that
+only Linux has: `--help` and `--version` answer on any system.
 """
 
 from __future__ import annotations
@@ -86,11 +85,11 @@ def make_parser() -> Parser:
     )
     for title, names in GROUPS.items():
         for name in names:
-            command = import_module(f"hvdtrain.cli.{name.replace('-', '_')}")
-            subparser = add_command(parsers, name, command.HELP, command.DESCRIPTION, command.FLAGS)
+            module = import_module(f"hvdtrain.cli.{name.replace('-', '_')}")
+            subparser = add_command(parsers, name, module.COMMAND)
+            subparser.set_defaults(subcommand=name)
             if name == "bench":
-                command.add_benches(subparser)
-            subparser.set_defaults(subcommand=name, run=command.run, explain=subparser.explain)
+                module.add_benches(subparser)
         # argparse lists the commands of a parser in one group only.
         lines = [line for line in parsers._choices_actions if line.dest in names]
         parser.add_argument_group(title)._group_actions += lines

@@ -12,6 +12,7 @@ from hvdtrain.cli.flags import (
     CONTROLLERS,
     FOLDER,
     SECONDS,
+    Command,
     Flag,
     Flags,
     Section,
@@ -25,8 +26,6 @@ from hvdtrain.files import json_problems
 from hvdtrain.launcher.horovodrun import find_controller
 from hvdtrain.topology import Topology
 
-HELP = "measure on this machine: scaling, network, start, classic, step, ring, audit, checkpoint"
-DESCRIPTION = "Measure on this machine, next to comparable systems, in alternating rounds."
 WITHIN_A_JOB = {  # what is measured, rounds, and steps per round
     "step": ("the training step against hand-written loops", 60, 10),
     "checkpoint": ("steps with against steps without saving, and memory against torch.save", 9, 50),
@@ -198,7 +197,6 @@ BENCHES: dict[str, Flags] = {
         Flag("--rounds", "run R rounds (3)", int, 3, "R", check=AT_LEAST_1),
     ),
 }
-FLAGS: Flags = ()  # but those of each bench
 
 
 def add_benches(parser: argparse.ArgumentParser) -> None:
@@ -207,9 +205,9 @@ def add_benches(parser: argparse.ArgumentParser) -> None:
     for name, (what, _, _) in WITHIN_A_JOB.items():
         on = f"alone, or on N workers with `hvdtrain launch -np N -- bench {name}`"
         description = f"Measure {what}, in alternating rounds, {on}."
-        add_command(benches, name, what, description, BENCHES[name])
+        add_command(benches, name, Command(what, description, BENCHES[name], run))
     for name, (what, description, _) in OF_JOBS.items():
-        add_command(benches, name, what, description, BENCHES[name])
+        add_command(benches, name, Command(what, description, BENCHES[name], run))
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
@@ -312,3 +310,11 @@ def _numbers(text: str) -> list[int]:
     """Return comma-separated whole numbers of at least 1; an empty list if `text` is malformed."""
     numbers = [whole_number(part.strip()) for part in text.split(",")]
     return numbers if all(numbers) else []
+
+
+COMMAND = Command(
+    "measure on this machine: scaling, network, start, classic, step, ring, audit, checkpoint",
+    "Measure on this machine, next to comparable systems, in alternating rounds.",
+    (),  # but those of each bench
+    run,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import CONTROLLERS, FOLDER, SECONDS, Flag, train_flag, wrong_flags
+from hvdtrain.cli.flags import CONTROLLERS, FOLDER, SECONDS, Command, Flag, train_flag, wrong_flags
 from hvdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE
 from hvdtrain.config.fields import BELOW_1, at_least
 from hvdtrain.config.plugins import is_plugin
@@ -20,15 +20,6 @@ SYSTEMS: tuple[str, ...] = (
 )
 REDUCTIONS = ("gluon", "tensorflow")
 
-HELP = "run every strategy of training on N devices on the same work, in turn"
-DESCRIPTION = """\
-Run every strategy of training on N devices, one after the other, with the same model, data, global
-batches, seed and steps, on this machine, and compare results, speed and traffic with one device.
-
-In float64 each synchronous system must end with the parameters of `single`, within 1e-9 of each
-tensor's largest value; exit code 17: one does not. Asynchronous systems, and float32, are only
-reported. Derive a custom system from hvdtrain.lab.systems.Strategy.
-"""
 FLAGS = (
     Flag("-np", "run on N workers", int, None, "N", check=at_least(2), more={"required": True}),
     *(train_flag(name) for name in ("model", "data", "data_dir")),
@@ -93,3 +84,18 @@ def check_flags(arguments: dict[str, Any], problems: list[str]) -> tuple[str, ..
     wrong = wrong_flags(FLAGS, arguments)
     refuse([*problems, *wrong, *json_problems(arguments["json"]), *unknown])
     return systems
+
+
+COMMAND = Command(
+    "run every strategy of training on N devices on the same work, in turn",
+    """\
+Run every strategy of training on N devices, one after the other, with the same model, data, global
+batches, seed and steps, on this machine, and compare results, speed and traffic with one device.
+
+In float64 each synchronous system must end with the parameters of `single`, within 1e-9 of each
+tensor's largest value; exit code 17: one does not. Asynchronous systems, and float32, are only
+reported. Derive a custom system from hvdtrain.lab.systems.Strategy.
+""",
+    FLAGS,
+    run,
+)

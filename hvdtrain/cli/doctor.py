@@ -12,6 +12,7 @@ from typing import Any
 from hvdtrain.cli.flags import (
     CONTROLLERS,
     HOST_FLAGS,
+    Command,
     Flag,
     find_hosts,
     ssh_options,
@@ -32,11 +33,6 @@ from hvdtrain.topology import Topology
 
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")  # the names that Linux allows
 SHOWN_HOSTS = 8
-HELP = "check this machine, or every host in a hostfile"
-DESCRIPTION = (
-    "Check the requirements of training on these hosts (default: this machine). Each check is ok, "
-    "warn or fail, with the fix. Exit code 3: a check failed."
-)
 MINUTES = Check(lambda m: 0 < m < math.inf, "={:g}: must be a number of minutes above 0")
 FLAGS = (
     HOST_FLAGS,
@@ -106,3 +102,12 @@ def _headline(hosts: tuple[Host, ...]) -> str:
     named = ", ".join(host.address for host in hosts[:SHOWN_HOSTS])
     more = f" and {len(hosts) - SHOWN_HOSTS} more" if len(hosts) > SHOWN_HOSTS else ""
     return f"doctor: {count}{named}{more}"
+
+
+COMMAND = Command(
+    "check this machine, or every host in a hostfile",
+    "Check the requirements of training on these hosts (default: this machine). Each check is ok, "
+    "warn or fail, with the fix. Exit code 3: a check failed.",
+    FLAGS,
+    run,
+)

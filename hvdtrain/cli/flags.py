@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import Check, wrong_values
@@ -20,6 +20,7 @@ from hvdtrain.errors import UsageError, attempt, closest
 from hvdtrain.launcher.hosts import Host, parse_host_list, read_hostfile
 from hvdtrain.launcher.sites import hosts_of_site
 from hvdtrain.launcher.ssh import SshOptions
+from hvdtrain.topology import Topology
 
 if TYPE_CHECKING:
     from hvdtrain.evidence.trials import Training
@@ -131,14 +132,34 @@ class Section:
 Flags = Sequence[Flag | Section]
 
 
-def add_command(parsers: Any, name: str, text: str, description: str, flags: Flags) -> Parser:
+class Command(NamedTuple):
+    """A command: its line in the list of all, the description in its own help, its flags, and what
+    runs it.
+
+    `run` receives the parsed arguments, the problems of those that were not recognised, which it
+    raises together with its own, and the place of this process among the workers. It returns the
+    exit code.
+    """
+
+    help: str
+    description: str
+    flags: Flags
+    run: Callable[[dict[str, Any], list[str], Topology], int]
+
+
+def add_command(parsers: Any, name: str, command: Command) -> Parser:
     """Add the parser of a command. The lines of a description of several lines are kept."""
     kept = argparse.RawDescriptionHelpFormatter
-    formatter = kept if "\n" in description.rstrip() else argparse.HelpFormatter
+    formatter = kept if "\n" in command.description.rstrip() else argparse.HelpFormatter
     parser: Parser = parsers.add_parser(
-        name, help=text, description=description, formatter_class=formatter, allow_abbrev=False
+        name,
+        help=command.help,
+        description=command.description,
+        formatter_class=formatter,
+        allow_abbrev=False,
     )
-    add_all(parser, flags)
+    add_all(parser, command.flags)
+    parser.set_defaults(run=command.run, explain=parser.explain)
     return parser
 
 

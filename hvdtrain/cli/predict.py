@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.cli.flags import TRUST_CODE, Flag, replacements, train_flag, wrong_flags
+from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements, train_flag, wrong_flags
 from hvdtrain.config.fields import at_least
 from hvdtrain.errors import refuse
 from hvdtrain.topology import Topology
 
-HELP = "predict the classes of images, on one device"
-DESCRIPTION = "Print the most likely classes of images, by a trained model."
 FLAGS = (
     Flag("source", "use this trained model", metavar="RUN_OR_CHECKPOINT"),
     Flag(
@@ -37,3 +35,11 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     from hvdtrain.run.trained import predict
 
     return predict(arguments)
+
+
+COMMAND = Command(
+    "predict the classes of images, on one device",
+    "Print the most likely classes of images, by a trained model.",
+    FLAGS,
+    run,
+)

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.cli.flags import TRUST_CODE, Flag, replacements, train_flag, wrong_flags
+from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements, train_flag, wrong_flags
 from hvdtrain.config.fields import at_least, step_range
 from hvdtrain.errors import UsageError
 from hvdtrain.files import json_problems
 from hvdtrain.topology import Topology
 
-HELP = "compute recorded steps of a run again, on one process"
-DESCRIPTION = """\
-Check a run that was trained with --trace-every: its chain of records, its checkpoints and its data,
-and the recorded steps, which are computed again from the nearest checkpoint, on one process.
-
-With --virtual-workers, and of one worker, every bit must agree, whatever the number of workers was.
-
-Exit code 17: a difference. The step, the share, the parameter are named, and whether the order of
-the data, the data, a gradient, the reduction or the update differs.
-"""
 VALUES = ("data", "data_dir", "task", "model", "device", "workers")
 
 
@@ -54,3 +44,19 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     from hvdtrain.evidence.replay import replay
 
     return replay(arguments, VALUES, range(steps[0], steps[1] + 1))
+
+
+COMMAND = Command(
+    "compute recorded steps of a run again, on one process",
+    """\
+Check a run that was trained with --trace-every: its chain of records, its checkpoints and its data,
+and the recorded steps, which are computed again from the nearest checkpoint, on one process.
+
+With --virtual-workers, and of one worker, every bit must agree, whatever the number of workers was.
+
+Exit code 17: a difference. The step, the share, the parameter are named, and whether the order of
+the data, the data, a gradient, the reduction or the update differs.
+""",
+    FLAGS,
+    run,
+)

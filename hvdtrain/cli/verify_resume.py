@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.cli.flags import TRIAL_FLAGS, Flag, read_training, train_flag, wrong_flags
+from hvdtrain.cli.flags import TRIAL_FLAGS, Command, Flag, read_training, train_flag, wrong_flags
 from hvdtrain.config.fields import POSITIVE
 from hvdtrain.errors import refuse
 from hvdtrain.topology import Topology
 
-HELP = "verify that a configuration resumes exactly: -- train ..."
-DESCRIPTION = "Train once without and once with interruptions, and compare the parameters."
 FLAGS = (
     Flag("-np", "run N workers (default: 1)", int, 1, "N", check=POSITIVE),
     Flag("--cuts", "interrupt so many times (default: 6)", int, 6, check=POSITIVE),
@@ -32,3 +30,11 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         cuts=arguments["cuts"],
         seed=arguments["seed"],
     )
+
+
+COMMAND = Command(
+    "verify that a configuration resumes exactly: -- train ...",
+    "Train once without and once with interruptions, and compare the parameters.",
+    FLAGS,
+    run,
+)
