@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.flags import CONTROLLERS, FOLDER, SECONDS, Command, Flag, train_flag, wrong_flags
 from hvdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE
-from hvdtrain.config.fields import BELOW_1, at_least
+from hvdtrain.config.fields import BELOW_1, at_least, flag_of
 from hvdtrain.config.plugins import is_plugin
 from hvdtrain.errors import refuse
 from hvdtrain.files import json_problems
@@ -19,6 +20,11 @@ SYSTEMS: tuple[str, ...] = (
     *("parameter_server_async", "ring", "horovod", "model_parallel"),
 )
 REDUCTIONS = ("gluon", "tensorflow")
+READ_BY = {  # flags of single systems: the beginning of their names
+    "towers_reduction": "towers",
+    "towers_dim": "towers",
+    "servers": "parameter_server",
+}
 
 FLAGS = (
     Flag("-np", "run on N workers", int, None, "N", check=at_least(2), more={"required": True}),
@@ -82,8 +88,20 @@ def check_flags(arguments: dict[str, Any], problems: list[str]) -> tuple[str, ..
         if name not in SYSTEMS and not is_plugin(name)
     ]
     wrong = wrong_flags(FLAGS, arguments)
-    refuse([*problems, *wrong, *json_problems(arguments["json"]), *unknown])
+    idle = _without_effect(arguments, systems)
+    refuse([*problems, *wrong, *json_problems(arguments["json"]), *unknown, *idle])
     return systems
+
+
+def _without_effect(arguments: dict[str, Any], systems: Sequence[str]) -> list[str]:
+    """Return a message for each flag that is given for systems that do not run."""
+    defaults = {flag.name: flag.default for flag in FLAGS}
+    return [
+        f"{flag_of(name)}={arguments[name]}: has no effect without {system}: leave it out"
+        for name, system in READ_BY.items()
+        if arguments[name] not in (0, defaults[flag_of(name)])
+        and not any(one.startswith(system) or is_plugin(one) for one in systems)
+    ]
 
 
 COMMAND = Command(

@@ -34,6 +34,8 @@ FLAGS = (
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Replay and return the exit code. Raises UsageError."""
     problems += [*json_problems(arguments["json"]), *wrong_flags(FLAGS, arguments)]
+    if arguments["seed"] and arguments["sample"] is None:
+        problems.append(f"--seed={arguments['seed']}: has no effect without --sample: leave it out")
     text = arguments["steps"]
     steps = ALL if text is None else step_range(text if "-" in text else f"{text}-{text}")
     if steps is None:
