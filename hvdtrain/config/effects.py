@@ -84,7 +84,7 @@ def idle_problems(chosen: Values, values: Values, defaults: Values) -> list[str]
     """
     names = [name for name, value in chosen.items() if value not in (*OFF, defaults[name])]
     return [
-        f"{_given(name, chosen[name])}: has no effect {_beside(other, values[other])}"
+        f"{_as_flag(name, chosen[name])}: has no effect {_beside(other, values[other])}"
         for name, other in idle_options(values, names)
     ]
 
@@ -93,8 +93,8 @@ def _beside(name: str, value: Any) -> str:
     """Return which other option is the reason, and what to do."""
     if value in OFF:
         return f"without {flag_of(name)}: leave it out, or add {flag_of(name)}"
-    return f"beside {_given(name, value)}: leave it out"
+    return f"beside {_as_flag(name, value)}: leave it out"
 
 
-def _given(name: str, value: Any) -> str:
+def _as_flag(name: str, value: Any) -> str:
     return flag_of(name) if value is True else f"{flag_of(name)}={value}"

@@ -8,9 +8,14 @@ import types
 import typing
 from pathlib import Path
 
+import pytest
+import torch
+
 import hvdtrain
 from hvdtrain.config.keywords import OPTIONS, LoopOptions
 from hvdtrain.config.options import train_options
+from hvdtrain.errors import UsageError
+from hvdtrain.exchange import SingleProcess, join
 from hvdtrain.run.script import OWN
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,6 +56,20 @@ def test_the_signature_has_the_names_and_defaults_of_train() -> None:
             assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
     distributed = inspect.signature(hvdtrain.distribute).parameters["bucket_bytes"]
     assert distributed.default == train_options()["bucket_bytes"].default == "auto"
+
+
+def test_distribute_has_one_spelling_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when None means what "auto" does, or a wrong size is taken."""
+    monkeypatch.setattr("hvdtrain.exchange._joined", None)
+    join(SingleProcess)
+    model = torch.nn.Linear(2, 1)
+    for wrong in (None, -1, 1.5, True, "4096"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match=f"bucket_bytes={wrong!r}: must be 'auto', or an int"):
+            hvdtrain.distribute(model, optimizer, bucket_bytes=wrong)
+    for right in ("auto", 0, 4096):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert hvdtrain.distribute(model, optimizer, bucket_bytes=right) is optimizer
 
 
 def test_the_pages_list_the_options() -> None:
