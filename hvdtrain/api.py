@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -57,24 +58,26 @@ def distribute(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     grad_accum_steps: int = 1,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | Literal["auto"] = "auto",
 ) -> torch.optim.Optimizer:
     """Collective: broadcast rank 0's parameters, buffers and optimizer state to every rank.
 
     Returns the same optimizer, whose `step` now averages gradients over ranks first. Its state,
     parameter groups and hooks, and schedulers built on it, remain valid. `grad_accum_steps`: number
     of backward passes before each step. `bucket_bytes`: gradients below this size are reduced
-    together; None: 1 MiB, and more from 17 ranks on. Sparse gradients become dense.
+    together; "auto": 1 MiB, and more from 17 ranks on. Sparse gradients become dense.
 
     Raises UsageError before `init` or for an unsupported optimizer or size; AgreedFailure, naming
     the ranks, if one has other arguments than rank 0, or has built another model or optimizer, or
     in another order; and TrainingError if parameters differ afterwards.
     """
     workers = _workers("distribute")
-    if bucket_bytes is None:
+    if bucket_bytes == "auto":
         bucket_bytes = suitable_bucket_bytes(workers.ring_size)
     elif type(bucket_bytes) is not int or bucket_bytes < 0:
-        raise UsageError(f"distribute: bucket_bytes={bucket_bytes!r}: must be None, or an int >= 0")
+        raise UsageError(
+            f"distribute: bucket_bytes={bucket_bytes!r}: must be 'auto', or an int >= 0"
+        )
     reduction = Reduction(bucket_bytes=bucket_bytes)
     return workers.distribute(optimizer, model, grad_accum_steps, reduction)
 

@@ -1,9 +1,8 @@
 """The command line, `hvdtrain COMMAND ...`: one module per command.
 
-A command's module has HELP, DESCRIPTION, FLAGS and `run(arguments, problems, topology)`, which
-returns the exit code. `run` raises `problems`, those of unrecognised arguments,
-together with its own. It imports nothing slow before `run`, as `--help` imports every module, and
-nothing that only Linux has: `--help` and `--version` answer on any system.
+A command's module ends with COMMAND: what the help says, the flags, and the function that runs it.
+It imports nothing slow outside of that function, as `--help` imports every module, and nothing that
+only Linux has: `--help` and `--version` answer on any system.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from argparse import SUPPRESS
 from importlib import import_module
 
 from hvdtrain import __version__
@@ -20,11 +20,15 @@ from hvdtrain.log import open_missing_streams, report_left_out
 from hvdtrain.run.process import report_failure
 from hvdtrain.topology import Topology
 
-COMMANDS = (  # in the order of `hvdtrain --help`
-    *("train", "launch", "verify", "verify-resume", "verify-n", "export", "compare", "bench"),
-    *("plan", "evaluate", "predict", "replay", "diff", "doctor", "stage", "report"),
-    "install-horovod",
-)
+GROUPS = {  # as in `hvdtrain --help`
+    "train": (
+        *("train", "launch", "evaluate", "predict", "export", "report", "doctor", "stage"),
+        "install-horovod",
+    ),
+    "trust": ("verify", "verify-n", "verify-resume", "replay", "diff"),
+    "measure": ("bench", "compare", "plan"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 # Those that need nothing of Linux: they read what was trained, on one device.
 ANYWHERE = ("export", "evaluate", "predict", "diff", "report")
 SYSTEMS = {"win32": "Windows", "cygwin": "Windows", "darwin": "macOS"}  # by sys.platform
@@ -76,11 +80,17 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
-    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        command = import_module(f"hvdtrain.cli.{name.replace('-', '_')}")
-        subparser = add_command(parsers, name, command.HELP, command.DESCRIPTION, command.FLAGS)
-        if name == "bench":
-            command.add_benches(subparser)
-        subparser.set_defaults(subcommand=name, run=command.run, explain=subparser.explain)
+    parsers = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", help=SUPPRESS, prog="hvdtrain"
+    )
+    for title, names in GROUPS.items():
+        for name in names:
+            module = import_module(f"hvdtrain.cli.{name.replace('-', '_')}")
+            subparser = add_command(parsers, name, module.COMMAND)
+            subparser.set_defaults(subcommand=name)
+            if name == "bench":
+                module.add_benches(subparser)
+        # argparse lists the commands of a parser in one group only.
+        lines = [line for line in parsers._choices_actions if line.dest in names]
+        parser.add_argument_group(title)._group_actions += lines
     return parser

@@ -12,10 +12,12 @@ from hvdtrain.cli.flags import (
     CONTROLLERS,
     FOLDER,
     SECONDS,
+    Command,
     Flag,
     Flags,
     Section,
     add_command,
+    train_flag,
     wrong_flags,
 )
 from hvdtrain.config.fields import POSITIVE, Check, at_least, numbers_of, whole_number
@@ -24,8 +26,6 @@ from hvdtrain.files import json_problems
 from hvdtrain.launcher.horovodrun import find_controller
 from hvdtrain.topology import Topology
 
-HELP = "measure on this machine: scaling, network, start, classic, step, ring, audit, checkpoint"
-DESCRIPTION = "Measure on this machine, next to comparable systems, in alternating rounds."
 WITHIN_A_JOB = {  # what is measured, rounds, and steps per round
     "step": ("the training step against hand-written loops", 60, 10),
     "checkpoint": ("steps with against steps without saving, and memory against torch.save", 9, 50),
@@ -86,7 +86,7 @@ MODES = {"weak": ("weak",), "strong": ("strong",), "both": ("weak", "strong")}
 SEVERAL = Check(lambda n: n >= 2, "={}: must be at least 2 (one worker is always measured)")
 AT_LEAST_1 = at_least(1)
 JSON = Flag("--json", "write all times and ratios to FILE", metavar="FILE")
-MODEL = Flag("--model", "train this model (lenet)", default="lenet", choices=tuple(BATCH_SIZES))
+MODEL = train_flag("model", "train this model", choices=tuple(BATCH_SIZES))
 MODELS = (
     Flag("--models", f"train these models, as in train, on 1x28x28 ({NAMES})", str, NAMES, "A,B"),
     Flag(
@@ -113,15 +113,12 @@ def _within_a_job(rounds: int, steps: int) -> Flags:
     sizes = ", ".join(f"{model} {size}" for model, size in BATCH_SIZES.items())
     virtual = "compare V virtual workers with as many passes without them, in step"
     size = "reduce M MB in ring; in checkpoint, on one worker, save M MB of parameters (40)"
-    device = "compute on the CPU (cpu) or on GPUs"
     return (
         MODEL,
-        Flag(
-            "--batch-size", f"take B samples per worker ({sizes})", int, None, "B", check=POSITIVE
-        ),
-        Flag("--virtual-workers", virtual, int, None, "V", check=POSITIVE),
+        train_flag("batch_size", f"take this many samples per worker ({sizes})"),
+        train_flag("virtual_workers", virtual, metavar="V"),
         Flag("--megabytes", size, float, 40, "M", check=POSITIVE),
-        Flag("--device", device, default="cpu", choices=("cpu", "cuda")),
+        train_flag("device", "compute here", default="cpu", choices=("cpu", "cuda")),
         Flag("--rounds", f"run R rounds ({rounds})", int, rounds, "R", check=POSITIVE),
         Flag("--steps", f"run S steps per round ({steps})", int, steps, "S", check=POSITIVE),
         JSON,
@@ -189,17 +186,17 @@ BENCHES: dict[str, Flags] = {
     "classic": _of_jobs(
         "classic",
         MODEL,
-        Flag(
-            "--data",
+        train_flag(
+            "data",
             "train on this data (fashion-mnist, if present)",
+            default=None,
             choices=("fashion-mnist", "digits"),
         ),
-        Flag("--data-dir", "read data set files from DIR (data)", str, "data", "DIR"),
-        Flag("--epochs", "train each run for E epochs (10)", int, 10, "E", check=AT_LEAST_1),
+        train_flag("data_dir"),
+        train_flag("epochs", "make this many passes over the data in each run", default=10),
         Flag("--rounds", "run R rounds (3)", int, 3, "R", check=AT_LEAST_1),
     ),
 }
-FLAGS: Flags = ()  # but those of each bench
 
 
 def add_benches(parser: argparse.ArgumentParser) -> None:
@@ -208,9 +205,9 @@ def add_benches(parser: argparse.ArgumentParser) -> None:
     for name, (what, _, _) in WITHIN_A_JOB.items():
         on = f"alone, or on N workers with `hvdtrain launch -np N -- bench {name}`"
         description = f"Measure {what}, in alternating rounds, {on}."
-        add_command(benches, name, what, description, BENCHES[name])
+        add_command(benches, name, Command(what, description, BENCHES[name], run))
     for name, (what, description, _) in OF_JOBS.items():
-        add_command(benches, name, what, description, BENCHES[name])
+        add_command(benches, name, Command(what, description, BENCHES[name], run))
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
@@ -313,3 +310,11 @@ def _numbers(text: str) -> list[int]:
     """Return comma-separated whole numbers of at least 1; an empty list if `text` is malformed."""
     numbers = [whole_number(part.strip()) for part in text.split(",")]
     return numbers if all(numbers) else []
+
+
+COMMAND = Command(
+    "measure on this machine: scaling, network, start, classic, step, ring, audit, checkpoint",
+    "Measure on this machine, next to comparable systems, in alternating rounds.",
+    (),  # but those of each bench
+    run,
+)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import CONTROLLERS, FOLDER, Flag, wrong_flags
-from hvdtrain.config.fields import Check, at_least
+from hvdtrain.cli.flags import CONTROLLERS, FOLDER, SECONDS, Command, Flag, train_flag, wrong_flags
+from hvdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE
+from hvdtrain.config.fields import BELOW_1, at_least, flag_of
 from hvdtrain.config.plugins import is_plugin
 from hvdtrain.errors import refuse
 from hvdtrain.files import json_problems
@@ -18,35 +20,24 @@ SYSTEMS: tuple[str, ...] = (
     *("parameter_server_async", "ring", "horovod", "model_parallel"),
 )
 REDUCTIONS = ("gluon", "tensorflow")
+READ_BY = {  # flags of single systems: the beginning of their names
+    "towers_reduction": "towers",
+    "towers_dim": "towers",
+    "servers": "parameter_server",
+}
 
-HELP = "run every strategy of training on N devices on the same work, in turn"
-DESCRIPTION = """\
-Run every strategy of training on N devices, one after the other, with the same model, data, global
-batches, seed and steps, on this machine, and compare results, speed and traffic with one device.
-
-In float64 each synchronous system must end with the parameters of `single`, within 1e-9 of each
-tensor's largest value; exit code 17: one does not. Asynchronous systems, and float32, are only
-reported. Derive a custom system from hvdtrain.lab.systems.Strategy.
-"""
-ABOVE_0 = Check(lambda number: number > 0, "={}: must be above 0")
 FLAGS = (
     Flag("-np", "run on N workers", int, None, "N", check=at_least(2), more={"required": True}),
-    Flag("--model", "train this model, as in train (lenet)", default="lenet"),
-    Flag("--data", "train on this data, as in train (digits)", default="digits"),
-    Flag("--data-dir", "read data set files from DIR (data)", default="data", metavar="DIR"),
-    Flag("--global-batch-size", "B samples per step (256)", int, 256, "B", check=at_least(1)),
+    *(train_flag(name) for name in ("model", "data", "data_dir")),
+    train_flag(
+        "global_batch_size", "take this many samples per step", default=DEFAULT_GLOBAL_BATCH_SIZE
+    ),
     Flag("--steps", "run each system for S steps (30)", int, 30, "S", check=at_least(1)),
     Flag("--rounds", "run R rounds and take medians (1)", int, 1, "R", check=at_least(1)),
-    Flag("--dtype", "compute in (float64)", default="float64", choices=("float32", "float64")),
-    Flag("--seed", "seed parameters and sample order (0)", int, 0, check=at_least(0)),
-    Flag("--lr", "set the learning rate of SGD (0.05)", float, 0.05, check=ABOVE_0),
-    Flag(
-        "--momentum",
-        "set the momentum of SGD (0.9)",
-        float,
-        0.9,
-        check=Check(lambda number: 0 <= number < 1, "={}: must be from 0 to below 1"),
-    ),
+    train_flag("dtype", default="float64"),
+    train_flag("seed"),
+    train_flag("lr", "set the learning rate of SGD"),
+    train_flag("momentum", "set the momentum of SGD", check=BELOW_1),
     Flag(
         "--systems",
         f"run only these of {', '.join(SYSTEMS)}, or package.module:Class",
@@ -66,7 +57,7 @@ FLAGS = (
         default="auto",
         choices=CONTROLLERS,
     ),
-    Flag("--time-limit-s", "end a system after T s (600)", float, 600, "T", check=ABOVE_0),
+    Flag("--time-limit-s", "end a system after T s (600)", float, 600, "T", check=SECONDS),
     Flag("--json", "write all rows to FILE", metavar="FILE"),
     Flag(
         "--output",
@@ -97,5 +88,32 @@ def check_flags(arguments: dict[str, Any], problems: list[str]) -> tuple[str, ..
         if name not in SYSTEMS and not is_plugin(name)
     ]
     wrong = wrong_flags(FLAGS, arguments)
-    refuse([*problems, *wrong, *json_problems(arguments["json"]), *unknown])
+    idle = _without_effect(arguments, systems)
+    refuse([*problems, *wrong, *json_problems(arguments["json"]), *unknown, *idle])
     return systems
+
+
+def _without_effect(arguments: dict[str, Any], systems: Sequence[str]) -> list[str]:
+    """Return a message for each flag that is given for systems that do not run."""
+    defaults = {flag.name: flag.default for flag in FLAGS}
+    return [
+        f"{flag_of(name)}={arguments[name]}: has no effect without {system}: leave it out"
+        for name, system in READ_BY.items()
+        if arguments[name] not in (0, defaults[flag_of(name)])
+        and not any(one.startswith(system) or is_plugin(one) for one in systems)
+    ]
+
+
+COMMAND = Command(
+    "run every strategy of training on N devices on the same work, in turn",
+    """\
+Run every strategy of training on N devices, one after the other, with the same model, data, global
+batches, seed and steps, on this machine, and compare results, speed and traffic with one device.
+
+In float64 each synchronous system must end with the parameters of `single`, within 1e-9 of each
+tensor's largest value; exit code 17: one does not. Asynchronous systems, and float32, are only
+reported. Derive a custom system from hvdtrain.lab.systems.Strategy.
+""",
+    FLAGS,
+    run,
+)

@@ -12,9 +12,11 @@ from typing import Any
 from hvdtrain.cli.flags import (
     CONTROLLERS,
     HOST_FLAGS,
+    Command,
     Flag,
     find_hosts,
     ssh_options,
+    train_flag,
     wrong_flags,
 )
 from hvdtrain.config.fields import Check
@@ -30,20 +32,10 @@ from hvdtrain.log import few, say
 from hvdtrain.topology import Topology
 
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")  # the names that Linux allows
-HELP = "check this machine, or every host in a hostfile"
-DESCRIPTION = (
-    "Check the requirements of training on these hosts (default: this machine). Each check is ok, "
-    "warn or fail, with the fix. Exit code 3: a check failed."
-)
 MINUTES = Check(lambda m: 0 < m < math.inf, "={:g}: must be a number of minutes above 0")
 FLAGS = (
     HOST_FLAGS,
-    Flag(
-        "--output",
-        "check DIR as the folder of runs (default: runs)",
-        default="runs",
-        metavar="DIR",
-    ),
+    train_flag("output", "check this folder as that of runs"),
     Flag("--controller", "check this one; auto: gloo", default="auto", choices=CONTROLLERS),
     Flag("--no-ring", "start no workers", bool),
     Flag(
@@ -107,3 +99,12 @@ def _burn_in(
 def _headline(hosts: tuple[Host, ...]) -> str:
     count = f"{len(hosts)} hosts: " if len(hosts) > 1 else ""
     return f"doctor: {count}{few([host.address for host in hosts], SHOWN_HOSTS)}"
+
+
+COMMAND = Command(
+    "check this machine, or every host in a hostfile",
+    "Check the requirements of training on these hosts (default: this machine). Each check is ok, "
+    "warn or fail, with the fix. Exit code 3: a check failed.",
+    FLAGS,
+    run,
+)

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.cli.flags import TRUST_CODE, Flag, replacements
+from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements
 from hvdtrain.config.options import MAY_NAME_CODE
 from hvdtrain.errors import refuse
 from hvdtrain.topology import Topology
 
-HELP = "compute exact metrics of a checkpoint, on one device"
-DESCRIPTION = "Evaluate a run (its best checkpoint) or a checkpoint on its validation data."
 VALUES = (
     *MAY_NAME_CODE,
     *("data_dir", "image_size", "max_image_pixels", "valid_split", "workers", "device"),
+    "skip_bad_samples",
 )
 FLAGS = (
     Flag("source", "evaluate this run or checkpoint", metavar="RUN_OR_CHECKPOINT"),
     *replacements(VALUES),
-    Flag(
-        "--skip-bad-samples",
-        "skip and count images that cannot be read (default: as in training)",
-        bool,
-        more={"default": None},
-    ),
     TRUST_CODE,
     Flag("--json", "write all figures to FILE", metavar="FILE"),
 )
@@ -34,4 +27,12 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     refuse(problems)
     from hvdtrain.run.trained import evaluate
 
-    return evaluate(arguments, (*VALUES, "skip_bad_samples"))
+    return evaluate(arguments, VALUES)
+
+
+COMMAND = Command(
+    "compute exact metrics of a checkpoint, on one device",
+    "Evaluate a run (its best checkpoint) or a checkpoint on its validation data.",
+    FLAGS,
+    run,
+)

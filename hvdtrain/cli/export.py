@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import Flag
+from hvdtrain.cli.flags import Command, Flag
 from hvdtrain.errors import refuse
 from hvdtrain.topology import Topology
 
-HELP = "write plain weights that any PyTorch script loads"
-DESCRIPTION = (
-    "Write the weights of a run (its best checkpoint), of a checkpoint, or of a file saved from "
-    "DataParallel, DistributedDataParallel or torch.compile, as plain safetensors, under the "
-    "parameter names of the unwrapped model."
-)
 FLAGS = (
     Flag("source", "read this run, checkpoint or weights file", metavar="SOURCE"),
     Flag("out", "write this file", metavar="OUT.safetensors"),
@@ -34,3 +28,13 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         force=arguments["force"],
         keep_names=arguments["keep_names"],
     )
+
+
+COMMAND = Command(
+    "write plain weights that any PyTorch script loads",
+    "Write the weights of a run (its best checkpoint), of a checkpoint, or of a file saved from "
+    "DataParallel, DistributedDataParallel or torch.compile, as plain safetensors, under the "
+    "parameter names of the unwrapped model.",
+    FLAGS,
+    run,
+)

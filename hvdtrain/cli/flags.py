@@ -9,9 +9,9 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import Check, wrong_values
@@ -20,6 +20,7 @@ from hvdtrain.errors import UsageError, attempt, closest
 from hvdtrain.launcher.hosts import Host, parse_host_list, read_hostfile
 from hvdtrain.launcher.sites import hosts_of_site
 from hvdtrain.launcher.ssh import SshOptions
+from hvdtrain.topology import Topology
 
 if TYPE_CHECKING:
     from hvdtrain.evidence.trials import Training
@@ -32,13 +33,45 @@ FOLDER = Check(
 )
 
 
+USUAL_TITLE = "usual flags"
+USUAL = (  # those that `hvdtrain train --help` shows
+    *("config", "model", "data", "epochs", "global_batch_size", "lr", "virtual_workers"),
+    *("audit_every", "experiment", "resume"),
+)
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser that accepts `_` for `-` in flags, and raises UsageError, for one rank to report."""
+    """A parser that accepts `_` for `-` in flags, and raises UsageError, for one rank to report.
+
+    Its help begins with the usual flags, if it has such; then --help-all shows the rest.
+    """
+
+    shows_all = False
+
+    def format_help(self) -> str:
+        """Return the help, with a usage line that leaves most flags to the lines below."""
+        flags = [action for action in self._actions if action.option_strings and action.required]
+        required = [f"{action.option_strings[0]} {action.metavar}" for action in flags]
+        words = [
+            f"{action.metavar} ..." if action.nargs == "+" else str(action.metavar)
+            for action in self._actions
+            if not action.option_strings
+        ]
+        self.usage = " ".join([self.prog, *required, "[flags]", *words])
+        every = self._action_groups
+        usual = [group for group in every if group.title == USUAL_TITLE]
+        rest = [group for group in every if group not in usual]
+        self._action_groups = usual + ([self._optionals] if usual and not self.shows_all else rest)
+        try:
+            return super().format_help()
+        finally:
+            self._action_groups = every
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
+        self.shows_all = "--help-all" in words
         separator = words.index("--") if "--" in words else len(words)
         spelled = [self._spell(word) for word in words[:separator]]
         return super().parse_known_args(spelled + words[separator:], namespace)
@@ -99,14 +132,34 @@ class Section:
 Flags = Sequence[Flag | Section]
 
 
-def add_command(parsers: Any, name: str, text: str, description: str, flags: Flags) -> Parser:
+class Command(NamedTuple):
+    """A command: its line in the list of all, the description in its own help, its flags, and what
+    runs it.
+
+    `run` receives the parsed arguments, the problems of those that were not recognised, which it
+    raises together with its own, and the place of this process among the workers. It returns the
+    exit code.
+    """
+
+    help: str
+    description: str
+    flags: Flags
+    run: Callable[[dict[str, Any], list[str], Topology], int]
+
+
+def add_command(parsers: Any, name: str, command: Command) -> Parser:
     """Add the parser of a command. The lines of a description of several lines are kept."""
     kept = argparse.RawDescriptionHelpFormatter
-    formatter = kept if "\n" in description.rstrip() else argparse.HelpFormatter
+    formatter = kept if "\n" in command.description.rstrip() else argparse.HelpFormatter
     parser: Parser = parsers.add_parser(
-        name, help=text, description=description, formatter_class=formatter, allow_abbrev=False
+        name,
+        help=command.help,
+        description=command.description,
+        formatter_class=formatter,
+        allow_abbrev=False,
     )
-    add_all(parser, flags)
+    add_all(parser, command.flags)
+    parser.set_defaults(run=command.run, explain=parser.explain)
     return parser
 
 
@@ -132,40 +185,54 @@ def wrong_flags(flags: Flags, arguments: Mapping[str, Any]) -> list[str]:
         if isinstance(flag, Section):
             problems += wrong_flags(flag.flags, arguments)
         elif flag.check:
-            name = flag.more.get("dest", flag.name.lstrip("-").replace("-", "_"))
-            problems += wrong_values([(flag.name, arguments[name], flag.check)])
+            spelling = flag.name.split()[-1]
+            name = flag.more.get("dest", spelling.lstrip("-").replace("-", "_"))
+            problems += wrong_values([(spelling, arguments[name], flag.check)])
     return problems
 
 
-def flags_of_train() -> Flags:
-    """Return --config, --print-config, and a flag for each option."""
-    sections: dict[str, list[Flag]] = defaultdict(list)
-    for option in train_options().values():
-        is_switch = option.type is bool
-        default = "" if option.default is None or is_switch else f" (default: {option.default})"
-        flag = Flag(
-            " ".join(option.spellings),
-            (option.help + default).replace("%", "%%"),
-            option.type,
-            default=argparse.SUPPRESS,
-            metavar=None if option.choices else option.type.__name__.upper(),
-            choices=option.choices or None,
-            more=NEGATABLE if is_switch else {},
-        )
-        sections[option.group].append(flag)
-    return [
-        Flag("--config", "read options; flags win", metavar="FILE.yaml"),
-        Flag("--print-config", "print the configuration and exit", bool),
-        *(Section(title, flags) for title, flags in sections.items()),
-    ]
+def train_flag(name: str, text: str = "", **changes: Any) -> Flag:
+    """Return the flag of an option of `train`: its type, default, choices, check and help.
+
+    `text`: other help; `changes`: of the other fields, for a command where they differ.
+    """
+    option = train_options()[name]
+    is_switch = option.type is bool
+    flag = Flag(
+        " ".join(option.spellings),
+        text or option.help,
+        option.type,
+        option.default,
+        metavar=None if option.choices else option.type.__name__.upper(),
+        choices=option.choices or None,
+        check=option.check,
+        more=NEGATABLE if is_switch else {},
+    )
+    flag = replace(flag, **changes)
+    default = "" if flag.default is None or is_switch else f" (default: {flag.default})"
+    return replace(flag, help=(flag.help + default).replace("%", "%%"))
 
 
 def replacements(names: Sequence[str]) -> Flags:
     """Return the flags of `train` that replace what a run was trained with; without defaults."""
-    text, options = "replace the value used in training, as in train", train_options()
+    text = "replace the value used in training, as in train"
+    return [train_flag(name, text, default=None) for name in names]
+
+
+def flags_of_train() -> Flags:
+    """Return a flag for each option, the usual ones first; --config and what prints and exits."""
+    flags = {"config": Flag("--config", "read options; flags win", metavar="FILE.yaml")}
+    sections: dict[str, list[Flag]] = defaultdict(list)
+    for name, option in train_options().items():
+        # The default is that of the YAML file, if it has one.
+        flags[name] = replace(train_flag(name), default=argparse.SUPPRESS)
+        if name not in USUAL:
+            sections[option.group].append(flags[name])
     return [
-        Flag(" ".join(option.spellings), text, option.type, choices=option.choices or None)
-        for option in map(options.__getitem__, names)
+        Section(USUAL_TITLE, [flags[name] for name in USUAL]),
+        Flag("--help-all", "show every flag and exit", bool, more={"action": "help"}),
+        Flag("--print-config", "print the configuration and exit", bool),
+        *(Section(title, rest) for title, rest in sections.items()),
     ]
 
 

@@ -7,18 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import NEGATABLE, Flag
+from hvdtrain.cli.flags import NEGATABLE, Command, Flag
 from hvdtrain.errors import EXIT_OK, refuse
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
-HELP = "build Horovod for the torch of this environment, and install it"
-DESCRIPTION = (
-    "Build Horovod for the torch of the active environment, keep the wheel in the cache, install "
-    "it, and check it by an all-reduce over two processes. Nothing else there changes, "
-    "except that Horovod's requirements are installed where they are absent. Exit code 3: it "
-    "cannot be built here."
-)
 FLAGS = (
     Flag(
         "--wheel-dir",
@@ -69,3 +62,14 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     install.install(choice, wheel, note)
     note(f"{choice.text}: installed, {time.monotonic() - started:.0f} s in all")
     return EXIT_OK
+
+
+COMMAND = Command(
+    "build Horovod for the torch of this environment, and install it",
+    "Build Horovod for the torch of the active environment, keep the wheel in the cache, install "
+    "it, and check it by an all-reduce over two processes. Nothing else there changes, "
+    "except that Horovod's requirements are installed where they are absent. Exit code 3: it "
+    "cannot be built here.",
+    FLAGS,
+    run,
+)

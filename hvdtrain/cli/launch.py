@@ -20,6 +20,7 @@ from hvdtrain.cli.flags import (
     CONTROLLERS,
     HOST_FLAGS,
     SECONDS,
+    Command,
     Flag,
     find_hosts,
     ssh_options,
@@ -63,18 +64,6 @@ from hvdtrain.records.directory import RunDirectory
 from hvdtrain.records.folders import CONFIG, SUMMARY
 from hvdtrain.topology import Topology
 
-HELP = "run train, verify, bench or a script on several workers: checked, watched, restarted"
-DESCRIPTION = """\
-Start `train`, `verify`, `bench` or your own script on several workers, on one or more machines:
-checks before the start, a log per rank, progress, the cause of a failure, and restarts.
-
-    hvdtrain launch -np 4 -- train --model lenet
-    hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
-    hvdtrain launch -np 4 -H alpha:2,beta:2 -- python my_horovod_script.py
-    hvdtrain launch -np 2 -- verify
-
-Hosts: -H or --hostfile, else those of Slurm or the MPI Operator, else this machine (-np required).
-"""
 WATCHDOG_S, SCRIPT_WATCHDOG_S = 600.0, 3600.0
 FLAGS = (  # named as in horovodrun where it has them
     Flag(
@@ -323,3 +312,21 @@ def _leave_summary(
             directory.write_summary({"world_size": launch.plan.workers} | held | ending)
     except (HvdtrainError, OSError, ValueError) as error:
         notify(f"the summary cannot be written: {error}")
+
+
+COMMAND = Command(
+    "run train, verify, bench or a script on several workers: checked, watched, restarted",
+    """\
+Start `train`, `verify`, `bench` or your own script on several workers, on one or more machines:
+checks before the start, a log per rank, progress, the cause of a failure, and restarts.
+
+    hvdtrain launch -np 4 -- train --model lenet
+    hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
+    hvdtrain launch -np 4 -H alpha:2,beta:2 -- python my_horovod_script.py
+    hvdtrain launch -np 2 -- verify
+
+Hosts: -H or --hostfile, else those of Slurm or the MPI Operator, else this machine (-np required).
+""",
+    FLAGS,
+    run,
+)

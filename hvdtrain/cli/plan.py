@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import CONTROLLERS, FOLDER, Flag, Section, wrong_flags
+from hvdtrain.cli.flags import CONTROLLERS, FOLDER, Command, Flag, Section, train_flag, wrong_flags
 from hvdtrain.config.fields import Check, at_least, flag_of
 from hvdtrain.errors import refuse
 from hvdtrain.files import json_problems
@@ -13,19 +13,6 @@ from hvdtrain.topology import Topology
 
 MOST_WORKERS = 1 << 20
 LEAST, MOST = 1e-9, 1e9  # plausible range of quantities with units
-HELP = "predict step time and efficiency on N workers, from latency, bandwidth and compute"
-DESCRIPTION = """\
-Predict step time and scaling efficiency for N = 1, 2, 4, ... workers, each with the same batch, by
-ring, hierarchical ring, naive gather and broadcast, and parameter server; and the largest useful N.
-
-Efficiency is throughput on N / (N x throughput on 1). The largest useful N is the largest up to
-which it is at least --min-efficiency. Nothing is fitted to training results: the phases of a step,
-the time at which each gradient is ready, latency and bandwidth are measured here, or given.
-
-    hvdtrain plan --model resnet18 --data synthetic:3x224x224 --batch-size 16
-    hvdtrain plan --model vgg16 --data synthetic:3x224x224,classes=1000 --batch-size 64 \\
-        --step-time-s 0.42 --latency-us 10 --bandwidth-gbit-s 25 --workers-per-host 4
-"""
 FROM_0 = Check(lambda value: 0 <= value <= MOST, f"={{}}: must be from 0 to {MOST:g}")
 ABOVE_0 = Check(lambda value: LEAST <= value <= MOST, f"={{}}: must be from {LEAST:g} to {MOST:g}")
 WORKERS = Check(
@@ -33,10 +20,10 @@ WORKERS = Check(
 )
 SHARE = Check(lambda value: 0 < value <= 1, "={}: must be above 0 and at most 1")
 COMPUTATION = (
-    Flag("--model", "plan for this model, as in train (lenet)"),
-    Flag("--data", "plan for this data, as in train (digits)"),
-    Flag("--data-dir", "read data set files from DIR (data)", str, "data", "DIR"),
-    Flag("--batch-size", "take B samples per worker (32)", int, None, "B", check=at_least(1)),
+    train_flag("model", "plan for this model, as in train (lenet)", default=None),
+    train_flag("data", "plan for this data, as in train (digits)", default=None),
+    train_flag("data_dir"),
+    train_flag("batch_size", "take this many samples per worker (32)"),
     Flag(
         "--step-time-s", "assume T seconds per step of one device", float, None, "T", check=ABOVE_0
     ),
@@ -136,3 +123,22 @@ def _contradictions(arguments: dict[str, Any]) -> list[str]:
         ),
     ]
     return [problem for is_wrong, problem in checks if is_wrong]
+
+
+COMMAND = Command(
+    "predict step time and efficiency on N workers, from latency, bandwidth and compute",
+    """\
+Predict step time and scaling efficiency for N = 1, 2, 4, ... workers, each with the same batch, by
+ring, hierarchical ring, naive gather and broadcast, and parameter server; and the largest useful N.
+
+Efficiency is throughput on N / (N x throughput on 1). The largest useful N is the largest up to
+which it is at least --min-efficiency. Nothing is fitted to training results: the phases of a step,
+the time at which each gradient is ready, latency and bandwidth are measured here, or given.
+
+    hvdtrain plan --model resnet18 --data synthetic:3x224x224 --batch-size 16
+    hvdtrain plan --model vgg16 --data synthetic:3x224x224,classes=1000 --batch-size 64 \\
+        --step-time-s 0.42 --latency-us 10 --bandwidth-gbit-s 25 --workers-per-host 4
+""",
+    FLAGS,
+    run,
+)

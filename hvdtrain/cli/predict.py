@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.cli.flags import TRUST_CODE, Flag, wrong_flags
+from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements, train_flag, wrong_flags
 from hvdtrain.config.fields import at_least
-from hvdtrain.config.options import train_options
 from hvdtrain.errors import refuse
 from hvdtrain.topology import Topology
 
-HELP = "predict the classes of images, on one device"
-DESCRIPTION = "Print the most likely classes of images, by a trained model."
-
-
-PIXELS = train_options()["max_image_pixels"]
 FLAGS = (
     Flag("source", "use this trained model", metavar="RUN_OR_CHECKPOINT"),
     Flag(
@@ -24,13 +18,11 @@ FLAGS = (
         more={"nargs": "+"},
     ),
     Flag("--top", "print this many classes (default: 3)", int, default=3, check=at_least(1)),
-    Flag("--model", "replace the model used in training, as in train"),
-    Flag("--max-image-pixels", PIXELS.help, PIXELS.type),
-    Flag("--device", "compute on this device", choices=("auto", "cpu", "cuda")),
-    Flag(
-        "--skip-bad-samples",
-        "skip images that cannot be read; fail only if there is no other",
-        bool,
+    *replacements(["model"]),
+    train_flag("max_image_pixels"),
+    train_flag("device"),
+    train_flag(
+        "skip_bad_samples", "skip images that cannot be read; fail only if there is no other"
     ),
     TRUST_CODE,
     Flag("--json", "write the scores of all classes to FILE", metavar="FILE"),
@@ -43,3 +35,11 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     from hvdtrain.run.trained import predict
 
     return predict(arguments)
+
+
+COMMAND = Command(
+    "predict the classes of images, on one device",
+    "Print the most likely classes of images, by a trained model.",
+    FLAGS,
+    run,
+)

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.cli.flags import TRUST_CODE, Flag, replacements, wrong_flags
+from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements, train_flag, wrong_flags
 from hvdtrain.config.fields import at_least, step_range
 from hvdtrain.errors import UsageError
 from hvdtrain.files import json_problems
 from hvdtrain.topology import Topology
 
-HELP = "compute recorded steps of a run again, on one process"
-DESCRIPTION = """\
-Check a run that was trained with --trace-every: its chain of records, its checkpoints and its data,
-and the recorded steps, which are computed again from the nearest checkpoint, on one process.
-
-With --virtual-workers, and of one worker, every bit must agree, whatever the number of workers was.
-
-Exit code 17: a difference. The step, the share, the parameter are named, and whether the order of
-the data, the data, a gradient, the reduction or the update differs.
-"""
 VALUES = ("data", "data_dir", "task", "model", "device", "workers")
 
 
@@ -34,7 +24,7 @@ FLAGS = (
         metavar="K",
         check=at_least(1),
     ),
-    Flag("--seed", "choose them by this seed (default: 0)", int, default=0),
+    train_flag("seed", "choose them by this seed"),
     *replacements(VALUES),
     TRUST_CODE,
     Flag("--json", "write the steps and the difference to FILE", metavar="FILE"),
@@ -44,6 +34,8 @@ FLAGS = (
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Replay and return the exit code. Raises UsageError."""
     problems += [*json_problems(arguments["json"]), *wrong_flags(FLAGS, arguments)]
+    if arguments["seed"] and arguments["sample"] is None:
+        problems.append(f"--seed={arguments['seed']}: has no effect without --sample: leave it out")
     text = arguments["steps"]
     steps = ALL if text is None else step_range(text if "-" in text else f"{text}-{text}")
     if steps is None:
@@ -54,3 +46,19 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     from hvdtrain.evidence.replay import replay
 
     return replay(arguments, VALUES, range(steps[0], steps[1] + 1))
+
+
+COMMAND = Command(
+    "compute recorded steps of a run again, on one process",
+    """\
+Check a run that was trained with --trace-every: its chain of records, its checkpoints and its data,
+and the recorded steps, which are computed again from the nearest checkpoint, on one process.
+
+With --virtual-workers, and of one worker, every bit must agree, whatever the number of workers was.
+
+Exit code 17: a difference. The step, the share, the parameter are named, and whether the order of
+the data, the data, a gradient, the reduction or the update differs.
+""",
+    FLAGS,
+    run,
+)

@@ -5,18 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import Flag
+from hvdtrain.cli.flags import Command, Flag
 from hvdtrain.errors import EXIT_OK, UsageError, attempt
 from hvdtrain.log import say
 from hvdtrain.topology import Topology
 
 FOLDER = "report"
-HELP = "plot runs, and compare them on one page"
-DESCRIPTION = (
-    "Read the folders of runs, including killed and unfinished ones, and write plots (PNG) and "
-    "index.html: one page with all plots, the results of each run, and the options in which they "
-    "differ."
-)
 FLAGS = (
     Flag("runs", "read this run's folder", Path, metavar="RUN", more={"nargs": "+"}),
     Flag(
@@ -45,3 +39,13 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
 
     say(str(page.write_report(runs, folder)))
     return EXIT_OK
+
+
+COMMAND = Command(
+    "plot runs, and compare them on one page",
+    "Read the folders of runs, including killed and unfinished ones, and write plots (PNG) and "
+    "index.html: one page with all plots, the results of each run, and the options in which they "
+    "differ.",
+    FLAGS,
+    run,
+)

@@ -6,7 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import HOSTS_TITLE, SSH_FLAGS, Flag, Section, find_hosts, ssh_options
+from hvdtrain.cli.flags import (
+    HOSTS_TITLE,
+    SSH_FLAGS,
+    Command,
+    Flag,
+    Section,
+    find_hosts,
+    ssh_options,
+)
 from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError, attempt
 from hvdtrain.launcher.doctor import failed, format_findings
 from hvdtrain.launcher.processes import raise_when_stopped
@@ -15,13 +23,6 @@ from hvdtrain.log import counted, say
 from hvdtrain.topology import Topology
 
 LEFT_OUT = ("runs", "logs", ".git")
-HELP = "copy environment and job folder to hosts that have nothing"
-DESCRIPTION = (
-    "Copy this virtual environment, hvdtrain and the current folder to the same paths on all "
-    "hosts, so that `launch` can start there. Only what has changed is copied, and a copy replaces "
-    "the old one once it is complete. Hosts need SSH, and the Python that the environment was made "
-    "with. Exit code 3: a host cannot take the copies, and none was changed."
-)
 FLAGS = (
     Section(HOSTS_TITLE, SSH_FLAGS),
     Flag("folders", "also copy these folders, such as data", metavar="FOLDER", more={"nargs": "*"}),
@@ -60,3 +61,14 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     verdict = "problems found" if failed(findings) else "done"
     say(f"stage: {verdict} ({time.monotonic() - began_s:.1f} s)")
     return EXIT_FAILED if failed(findings) else EXIT_OK
+
+
+COMMAND = Command(
+    "copy environment and job folder to hosts that have nothing",
+    "Copy this virtual environment, hvdtrain and the current folder to the same paths on all "
+    "hosts, so that `launch` can start there. Only what has changed is copied, and a copy replaces "
+    "the old one once it is complete. Hosts need SSH, and the Python that the environment was made "
+    "with. Exit code 3: a host cannot take the copies, and none was changed.",
+    FLAGS,
+    run,
+)

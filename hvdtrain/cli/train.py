@@ -5,19 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from hvdtrain.cli.flags import TRAIN_FLAGS
+from hvdtrain.cli.flags import TRAIN_FLAGS, Command
 from hvdtrain.config.options import build_config, dump_yaml
 from hvdtrain.errors import EXIT_OK
 from hvdtrain.log import say
 from hvdtrain.run.process import quick_imports
 from hvdtrain.topology import Topology
-
-HELP = "train a model in one process, or on N workers under hvdtrain launch -np N"
-DESCRIPTION = (
-    "Train one model in this process. For N workers use `hvdtrain launch -np N -- train ...`, or "
-    "`horovodrun -np N hvdtrain train ...`, which works wherever Horovod does."
-)
-FLAGS = TRAIN_FLAGS
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
@@ -36,3 +29,12 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         if ready is not None:
             ready.finish(train(ready.job, ready.state, session.exchange, ready.hooks))
     return EXIT_OK
+
+
+COMMAND = Command(
+    "train a model in one process, or on N workers under hvdtrain launch -np N",
+    "Train one model in this process. For N workers use `hvdtrain launch -np N -- train ...`, or "
+    "`horovodrun -np N hvdtrain train ...`, which works wherever Horovod does.",
+    TRAIN_FLAGS,
+    run,
+)

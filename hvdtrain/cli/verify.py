@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.cli.flags import Flag, wrong_flags
-from hvdtrain.config.fields import Check, at_least
+from hvdtrain.cli.flags import Command, Flag, train_flag, wrong_flags
+from hvdtrain.config.fields import Check
 from hvdtrain.errors import refuse
 from hvdtrain.evidence.verify import DTYPES, FAULTS, OPERATIONS
 from hvdtrain.topology import Topology
@@ -17,23 +17,6 @@ FULL_SIZES = "0,4,1K,4100,64K,65540,1M,4M,16M,64M"
 MOST_BYTES = 1 << 30
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-HELP = "verify the collectives of this installation, under hvdtrain launch -np N"
-DESCRIPTION = """\
-Verify the collectives of this installation: operations by dtypes, sizes and ways of submission,
-against a ring in plain Python that shares no code with Horovod. Where Horovod takes GPU tensors and
-each rank has a GPU, all cases are run on these too, by NCCL if Horovod is built with it.
-
-A result must lie within the proven rounding bound (averages of integers: within one, as fractions
-are truncated; other integers, min, max, allgather and broadcast: equal), have the same bits on
-every rank and, where the order of summation is fixed, the same bits in every run. Values differ by
-rank and position; special values are subnormal, infinite, NaN, cancelling or overflowing.
-
-busbw is defined as in nccl-tests, for the largest size: the bytes of the buffer divided by the time
-of the slowest rank (median of 3), times 2(N-1)/N for allreduce, (N-1)/N for allgather and
-reducescatter, 1 for broadcast.
-
-Exit code 17: a result is wrong. With --inject, 17: the fault was found, as expected; 1: it was not.
-"""
 FLAGS = (
     Flag("--full", f"verify sizes up to 64 MiB: --sizes {FULL_SIZES}", bool),
     Flag("--ops", f"verify some of {', '.join(OPERATIONS)}; allreduce: all four", metavar="A,B"),
@@ -46,7 +29,7 @@ FLAGS = (
         check=Check(FAULTS.__contains__, f"={{}}: unknown; choose from {', '.join(FAULTS)}"),
     ),
     Flag("--json", "write the outcome of every case to FILE", metavar="FILE"),
-    Flag("--seed", "seed values and faults (default: 0)", int, default=0, check=at_least(0)),
+    train_flag("seed", "seed values and faults"),
 )
 
 
@@ -99,3 +82,26 @@ def _sizes(text: str, problems: list[str]) -> tuple[int, ...]:
             problems.append(f"--sizes={part}: expected bytes from 0 to 1G, such as 4100 or 4M")
         sizes.add(size)
     return tuple(sorted(sizes))
+
+
+COMMAND = Command(
+    "verify the collectives of this installation, under hvdtrain launch -np N",
+    """\
+Verify the collectives of this installation: operations by dtypes, sizes and ways of submission,
+against a ring in plain Python that shares no code with Horovod. Where Horovod takes GPU tensors and
+each rank has a GPU, all cases are run on these too, by NCCL if Horovod is built with it.
+
+A result must lie within the proven rounding bound (averages of integers: within one, as fractions
+are truncated; other integers, min, max, allgather and broadcast: equal), have the same bits on
+every rank and, where the order of summation is fixed, the same bits in every run. Values differ by
+rank and position; special values are subnormal, infinite, NaN, cancelling or overflowing.
+
+busbw is defined as in nccl-tests, for the largest size: the bytes of the buffer divided by the time
+of the slowest rank (median of 3), times 2(N-1)/N for allreduce, (N-1)/N for allgather and
+reducescatter, 1 for broadcast.
+
+Exit code 17: a result is wrong. With --inject, 17: the fault was found, as expected; 1: it was not.
+""",
+    FLAGS,
+    run,
+)

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.cli.flags import TRIAL_FLAGS, Flag, read_training
+from hvdtrain.cli.flags import TRIAL_FLAGS, Command, Flag, read_training
 from hvdtrain.config.fields import whole_number
 from hvdtrain.errors import refuse
 from hvdtrain.files import json_problems
 from hvdtrain.topology import Topology
 
-HELP = "verify that a configuration learns the same on every N: -- train ..."
-DESCRIPTION = """\
-Train once on each number of workers, in float64, and compare the final parameters: every tensor
-must agree to 1e-9 of its largest magnitude. With --virtual-workers nothing is changed, and the
-parameters must be the same bit for bit.
-
-Exit code 17: they differ. The first step and the parameter are named, and the likely cause, found
-by experiment on that step's batch.
-"""
 FLAGS = (
     Flag("-np", "run on these numbers of workers, such as 1,2,3", metavar="A,B"),
     Flag("--json", "write runs, difference and causes to FILE", metavar="FILE"),
@@ -48,3 +39,18 @@ def _counts(text: str | None, problems: list[str]) -> tuple[int, ...]:
     if len(counts) < 2:
         problems.append("-np: give two or more different numbers of workers, such as -np 1,2,3")
     return tuple(sorted(counts))
+
+
+COMMAND = Command(
+    "verify that a configuration learns the same on every N: -- train ...",
+    """\
+Train once on each number of workers, in float64, and compare the final parameters: every tensor
+must agree to 1e-9 of its largest magnitude. With --virtual-workers nothing is changed, and the
+parameters must be the same bit for bit.
+
+Exit code 17: they differ. The first step and the parameter are named, and the likely cause, found
+by experiment on that step's batch.
+""",
+    FLAGS,
+    run,
+)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.cli.flags import TRIAL_FLAGS, Flag, read_training
+from hvdtrain.cli.flags import TRIAL_FLAGS, Command, Flag, read_training, train_flag, wrong_flags
+from hvdtrain.config.fields import POSITIVE
 from hvdtrain.errors import refuse
 from hvdtrain.topology import Topology
 
-HELP = "verify that a configuration resumes exactly: -- train ..."
-DESCRIPTION = "Train once without and once with interruptions, and compare the parameters."
 FLAGS = (
-    Flag("-np", "run N workers (default: 1)", int, default=1, metavar="N"),
-    Flag("--cuts", "interrupt so many times (default: 6)", int, default=6),
-    Flag("--seed", "seed the random moments (default: 0)", int, default=0),
+    Flag("-np", "run N workers (default: 1)", int, 1, "N", check=POSITIVE),
+    Flag("--cuts", "interrupt so many times (default: 6)", int, 6, check=POSITIVE),
+    train_flag("seed", "seed the random moments"),
     *TRIAL_FLAGS,
 )
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Verify and return the exit code. Raises UsageError."""
-    if arguments["np"] < 1 or arguments["cuts"] < 1:
-        problems.append(f"-np={arguments['np']}, --cuts={arguments['cuts']}: must be above 0")
+    problems += wrong_flags(FLAGS, arguments)
     training, _ = read_training(arguments, problems, "verify-resume", "[-np N] [--cuts K]")
     refuse(problems)
     from hvdtrain.evidence.verify_resume import verify_resume
@@ -32,3 +30,11 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         cuts=arguments["cuts"],
         seed=arguments["seed"],
     )
+
+
+COMMAND = Command(
+    "verify that a configuration resumes exactly: -- train ...",
+    "Train once without and once with interruptions, and compare the parameters.",
+    FLAGS,
+    run,
+)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from hvdtrain.errors import refuse
@@ -67,9 +68,7 @@ def flag(
     return field(default=default, metadata=metadata | {"check": allowed or None})
 
 
-def free_flag(default: Any, text: str, allowed: Allowed = (), short: str = "") -> Any:
-    """Return a `flag` that does not affect what is learned, and so may change in a resumed run."""
-    return flag(default, text, allowed, learns=False, short=short)
+free_flag = partial(flag, learns=False)  # one that may change in a resumed run
 
 
 class FlagGroup:
@@ -105,11 +104,6 @@ def are_weights(text: str) -> bool:
     return text == AUTO or (all(part >= 0 for part in weights) and 0 < sum(weights) < math.inf)
 
 
-def is_size(text: str) -> bool:
-    """Return whether `text` is "auto", or a number of bytes of at most 18 digits."""
-    return text == AUTO or re.fullmatch(r"\d{1,18}", text, re.ASCII) is not None
-
-
 def are_betas(text: str) -> bool:
     """Return whether `text` is two or three numbers from 0 to below 1, separated by commas."""
     betas = numbers_of(text)
@@ -127,9 +121,11 @@ def step_range(text: str) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def is_folder_name(text: str) -> bool:
-    """Return whether `text` is a single path component."""
-    return text not in ("", ".", "..") and "/" not in text and "\0" not in text
-
-
-FOLDER_NAME = Check(is_folder_name, "={!r}: must be one folder name")
+SIZE = Check(
+    lambda text: text == AUTO or re.fullmatch(r"\d{1,18}", text, re.ASCII),
+    "={}: must be auto, or a number of bytes from 0",
+)
+FOLDER_NAME = Check(
+    lambda text: text not in ("", ".", "..") and not {"/", "\0"} & set(text),
+    "={!r}: must be one folder name",
+)

@@ -12,13 +12,13 @@ from hvdtrain.config.fields import (
     NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
+    SIZE,
     SOME_TRACKERS,
     Check,
     FlagGroup,
     are_weights,
     flag,
     free_flag,
-    is_size,
     numbers_of,
     step_range,
 )
@@ -270,7 +270,7 @@ class PrecisionConfig(FlagGroup):
         AUTO,
         "exchange gradients below this size together, up to this size (0: each alone; auto: 1 MiB, "
         "and more from 17 workers or hosts on)",
-        Check(is_size, "={}: must be auto, or a number of bytes from 0"),
+        SIZE,
     )
     sync_bn: bool = flag(False, "normalise batches over the samples of all workers")
     deterministic: bool = flag(

@@ -8,11 +8,12 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.effects import idle_problems
 from hvdtrain.config.fields import Check, flag_of
 from hvdtrain.documents import DEEPEST, read_text
 from hvdtrain.errors import UsageError, attempt, closest, refuse
@@ -54,6 +55,7 @@ class Option:
         return [*filter(None, [self.short]), flag_of(self.name)]
 
 
+@cache
 def train_options() -> dict[str, Option]:
     """Return every option of `hvdtrain train` by name. Names are unique over the groups."""
     options = {}
@@ -104,6 +106,8 @@ def from_python(name: str, value: Any) -> Any:
     fits = isinstance(value, accepted) and is_truth == (option.type is bool)
     if fits or (value is None and option.optional):
         return value
+    if value is None:
+        raise ValueError(f"{name}=None: is not a value: leave it out, or give {option.default!r}")
     kind = type(value).__name__
     raise ValueError(f"{name}={value!r}: expected {option.type.__name__}, not {kind}")
 
@@ -222,24 +226,32 @@ def _value(name: str, node: Any, options: dict[str, Option], seen: dict[str, Any
         raise ValueError(f"{name}: {node.value[:40]!r} is not of type {kind}") from None
 
 
-def build_config(arguments: dict[str, Any], problems: Sequence[str] = ()) -> TrainConfig:
+def build_config(
+    arguments: Mapping[str, Any],
+    problems: Sequence[str] = (),
+    recorded: Mapping[str, Any] | None = None,
+) -> TrainConfig:
     """Return the configuration from defaults, overridden by the YAML file, then by flags.
 
     `arguments`: the parsed arguments; `problems`: of those that the parser did not recognise.
-    Raises UsageError with these, and every problem of the flags, the file and all groups.
+    `recorded`: values of an earlier run, in place of defaults. Raises UsageError with these, and
+    every problem of the flags, the file and all groups.
     """
     options = train_options()
+    defaults = {name: option.default for name, option in options.items()}
     flags = {name: value for name, value in arguments.items() if name in options}
     file = arguments.get("config")
     in_file, all_problems = ({}, []) if file is None else read_options(Path(file), options)
     if BATCH_SIZES & flags.keys():  # one that is given as a flag replaces both of the file
         in_file = {name: value for name, value in in_file.items() if name not in BATCH_SIZES}
-    values = in_file | flags
+    chosen = in_file | flags
+    values = dict(recorded or {}) | chosen
     all_problems += problems
     groups: dict[str, Any] = {}
     for group, group_type in typing.get_type_hints(TrainConfig).items():
         fields = {name: value for name, value in values.items() if options[name].group == group}
         groups[group] = attempt(all_problems, partial(group_type, **fields))
+    all_problems += idle_problems(chosen, defaults | values, defaults)
     refuse(all_problems)
     return TrainConfig(**groups)
 

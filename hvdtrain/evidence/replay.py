@@ -137,7 +137,8 @@ def config_of(
     if not arguments["trust_code"]:
         left = {f"--{name}": stored.get(name) for name in MAY_NAME_CODE if name not in explicit}
         refuse_code_of(run.path, left, run.config.get("script"))
-    config = build_config(stored | {"resume": None, "rank_weights": None, "workers": 0} | explicit)
+    alone = {"resume": None, "rank_weights": None, "workers": 0}
+    config = build_config(explicit, recorded=stored | alone)
     placement, precision = config.data.data_placement, config.precision
     several = len(run.records[0].batches) > 1
     problems = {

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import Unpack  # which torch requires
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.keywords import OPTIONS, LoopOptions, lists_options
 from hvdtrain.config.options import LOOP_OPTIONS, build_config, from_python, nearest, train_options
 from hvdtrain.data import Split, Splits
 from hvdtrain.data.adapters import batch_size_of, order_problem, split_of
@@ -33,7 +35,6 @@ from hvdtrain.log import report_uncaught
 from hvdtrain.run.resume import take_last_state
 from hvdtrain.run.script import (
     NOTHING,
-    OPTIONS,
     Evaluate,
     LoopEnded,
     Script,
@@ -78,11 +79,10 @@ class Loop:
     an adapter is for. The script makes them again at each start; a resume with other ones is
     refused. `gathers`: the loop calls `all_gather` for each batch.
 
-    `options`: those of `hvdtrain train` by name, such as `epochs`, `global_batch_size`,
-    `virtual_workers`, `clip_grad`, `amp`, `audit_every`, `output`, `experiment` (default: the name
-    of the script), `seed` and `resume`. Not those of the model, the data, the optimizer and the
-    learning rate, which are the script's own. The environment variable HVDTRAIN_OPTIONS replaces
-    some of them, as JSON: `{"virtual_workers": 6}`.
+    `options`: those of `hvdtrain train` by name, with its defaults (`experiment`: the name of the
+    script). Not those of the model, the data, the optimizer and the learning rate, which are the
+    script's own. The environment variable HVDTRAIN_OPTIONS replaces some of them, as JSON:
+    `{"virtual_workers": 6}`.
     """
 
     _is_iterated = False
@@ -92,6 +92,7 @@ class Loop:
     _loop: TrainingLoop | None = None
     _last: Evaluation | None = None  # of the finished run that is resumed
 
+    @lists_options
     @in_words_of_script()
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Loop:
         state: Sequence[Stateful] = (),
         save_frozen: bool = True,
         gathers: bool = False,
-        **options: Any,
+        **options: Unpack[LoopOptions],
     ) -> None:
         """Check what is given; raises UsageError with every problem."""
         report_uncaught()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.effects import without_idle
 from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import (
     Option,
@@ -243,9 +244,10 @@ def _resumable_in(directory: RunDirectory, config: TrainConfig, size: int) -> Re
 
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:
-    wanted = as_flat_dict(config)
+    defaults = {name: option.default for name, option in train_options().items()}
+    wanted = without_idle(as_flat_dict(config), defaults)
     # An option that is newer than the run had its default value.
-    stored = {name: option.default for name, option in train_options().items()} | stored
+    stored = without_idle(defaults | stored, defaults)
     if config.batch.global_batch_size is None:  # a resumed run keeps its global batch
         wanted["global_batch_size"] = stored.get("global_batch_size")
     problems = [

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from hvdtrain.config.keywords import OPTIONS
 from hvdtrain.config.options import Option, train_options
 from hvdtrain.data.splits import Splits, TensorSplit
 from hvdtrain.errors import HvdtrainError, UsageError
@@ -30,16 +31,6 @@ Evaluate = Callable[[torch.nn.Module, Any], Sums]
 NOTHING = TensorSplit(torch.empty(0, 1), torch.empty(0, dtype=torch.int64))
 NO_DATA = Splits("", NOTHING, NOTHING)
 
-# The options of `hvdtrain train` that do not concern what the script itself decides.
-OPTIONS = (
-    *("device", "global_batch_size", "batch_size", "grad_accum_steps"),
-    *("virtual_workers", "rank_weights", "clip_grad", "model_ema", "model_ema_decay"),
-    *("epochs", "max_steps", "amp", "compression", "bucket_bytes"),
-    *("sync_bn", "deterministic"),
-    *("audit_every", "audit", "audit_parts", "trace_every", "hash_every"),
-    *("output", "experiment", "seed", "log_interval", "eval_interval", "eval_every"),
-    *("checkpoint_interval", "keep_checkpoints", "profile", "log_to", "single_worker", "resume"),
-)
 # What a script decides itself, by other means than an option.
 OWN = {"lr": "the learning rate", "warmup_epochs": "a warmup of the learning rate"}
 # --name, --name=value, and --name followed by a word, which may be its value.

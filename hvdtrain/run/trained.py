@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvdtrain.config import DataConfig
 from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, known_options
 from hvdtrain.config.plugins import is_plugin, refuse_code_of, refuse_data_of
@@ -90,7 +89,8 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
         )
     stored = _parsed(source, known_options, takeaway["config"])
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
-    config = build_config(_chosen(source, stored, overrides, arguments))
+    recorded = _chosen(source, stored, overrides, arguments)
+    config = build_config(_explicit(arguments, overrides), recorded=recorded)
     if (config.model.num_classes or 0) > sum(tensor.numel() for tensor in saved.weights.values()):
         raise UsageError(f"{source}: has {config.model.num_classes:,} classes, and fewer weights")
     task = build_task(config)
@@ -154,19 +154,18 @@ def predict(arguments: dict[str, Any]) -> int:
     source, takeaway = saved.source, saved.manifest.get("takeaway", {})
     form, dtype = _format_of(source, takeaway), DTYPES[takeaway["dtype"]]
     takeaway = _chosen(source, takeaway, ("model",), arguments)
-    most = DataConfig(max_image_pixels=arguments["max_image_pixels"]).max_image_pixels
-    paths = _images(arguments["images"])
+    paths, most = _images(arguments["images"]), arguments["max_image_pixels"] or MAX_PIXELS
     classes, shape = takeaway["classes"], tuple(takeaway["shape"])
     build = partial(build_network, takeaway["model"], shape, len(classes), dtype)
     _refuse_other_sizes(saved, takeaway["model"], build)
-    device = choose_device(arguments["device"] or "auto", Topology())
+    device = choose_device(arguments["device"], Topology())
     model = _with_weights(build(), saved).to(device).eval()
     records: list[dict[str, Any]] = []  # with --json: the scores of many classes take memory
     predicted = 0
     pixels_each = max(form.height * form.width, shape[1] * shape[2])
     at_a_time = max(1, min(PREDICTED_AT_A_TIME, MOST_PIXELS_AT_A_TIME // pixels_each))
     for start in range(0, len(paths), at_a_time):
-        if read := _readable(paths[start : start + at_a_time], form, most or MAX_PIXELS):
+        if read := _readable(paths[start : start + at_a_time], form, most):
             stacked = torch.stack([pixels for _, pixels in read])
             inputs = resize(normalised(stacked, form, dtype), shape[1:])
             with torch.no_grad():

@@ -11,6 +11,7 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import AUTO, step_range
+from hvdtrain.config.keywords import OPTIONS
 from hvdtrain.config.options import as_flat_dict
 from hvdtrain.config.plugins import exits_as_failures
 from hvdtrain.data.drawing import kept
@@ -40,7 +41,7 @@ from hvdtrain.run.resume import (
     refuse_changed_build,
     refuse_changed_data,
 )
-from hvdtrain.run.script import OPTIONS, Script, as_options
+from hvdtrain.run.script import Script, as_options
 from hvdtrain.run.stop import StopSignals
 from hvdtrain.run.tasks import chosen_by, find_source
 from hvdtrain.topology import Topology

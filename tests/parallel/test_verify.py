@@ -124,7 +124,7 @@ def test_bad_input() -> None:
         "--dtypes=bfloat16: unknown; choose from float16, ",
         "--sizes=4X: expected bytes from 0 to 1G",
         "--inject=fire: unknown; choose from bitflip, ",
-        "--seed=-1: must be at least 0",
+        "--seed=-1: must be from 0 to 2^63 - 1",
     ):
         assert finished.output.count(text) == 1, finished.output
     assert finished.output.count("hvdtrain: error") == 1, finished.output

@@ -58,7 +58,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out" / "lenet-digits"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help-all"], ["--version"]])
 def test_help_is_light(tmp_path: Path, arguments: list[str]) -> None:
     """Fails when help or version load a heavy library, or go to the wrong stream."""
     program = (

@@ -60,6 +60,24 @@ def test_all_systems_run_unless_some_are_named() -> None:
     assert flags("-np", "2", "--systems", "ring,my.own:Class") == ("ring", "my.own:Class")
 
 
+@pytest.mark.parametrize(
+    ("flag", "system"),
+    [
+        ("--servers=3", "parameter_server"),
+        ("--towers-dim=1", "towers"),
+        ("--towers-reduction=tensorflow", "towers"),
+    ],
+)
+def test_flags_of_systems_that_do_not_run_are_refused(flag: str, system: str) -> None:
+    """Fails if such a flag is taken without its system, or refused with it, or as a default."""
+    with pytest.raises(UsageError, match=f"{flag}: has no effect without {system}: leave it out"):
+        flags("-np=2", "--systems=ring", flag)
+    assert flags("-np=2", "--systems=ring", "--servers=2", "--towers-dim=0") == ("ring",)
+    for systems in (f"{system},ring", "my.own:Class"):
+        assert flags("-np=2", f"--systems={systems}", flag)
+    assert flags("-np=2", flag) == SYSTEMS
+
+
 def test_all_problems_of_the_flags_are_reported_at_once(tmp_path: Path) -> None:
     """Fails if a bad value goes through, or hides another."""
     taken = tmp_path / "file"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.cli.flags import TRAIN_FLAGS, Parser, add_all
 from hvdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, BatchConfig, TrainConfig
+from hvdtrain.config.effects import without_idle
 from hvdtrain.config.options import Option, as_flat_dict, build_config, dump_yaml, train_options
 from hvdtrain.errors import UsageError
 
@@ -24,6 +25,17 @@ ZERO_IS_FINE = {
     *("audit_every", "hash_every", "trace_every", "audit_compute"),
     "checkpoint_interval",
     "eval_every",
+}
+# What an option needs to have an effect.
+BESIDE = {
+    "data_dir": "--data=cifar10",
+    "image_size": "--data=imagefolder:some",
+    "workers": "--data=imagefolder:some",
+    "lr_base_batch_size": "--scale-lr=linear",
+    "model_ema_decay": "--model-ema",
+    "min_lr": "--sched=cosine",
+    "audit": "--audit-every=1",
+    "audit_parts": "--audit-every=1",
 }
 NUMBERS = [name for name, option in OPTIONS.items() if option.type in (int, float)]
 FLOATS = [name for name in NUMBERS if OPTIONS[name].type is float]
@@ -91,15 +103,17 @@ def test_every_field_is_an_option() -> None:
 def test_flag_spellings_and_precedence(option: Option, yaml_file) -> None:
     """Fails when a spelling is unknown, a value goes elsewhere, or the file beats the flag."""
     in_file, in_flag = sample(option, 0), sample(option, 1)
-    default = as_flat_dict(TrainConfig())
+    beside = [BESIDE[option.name]] if option.name in BESIDE else []
+    default = as_flat_dict(parse(*beside))
     for value in (in_file, in_flag):
         for argv in spellings(option, value):
-            assert as_flat_dict(parse(*argv)) == default | {option.name: value}
+            assert as_flat_dict(parse(*beside, *argv)) == default | {option.name: value}
     for key in (option.name, option.name.replace("_", "-")):
         file = yaml_file(f"{key}: {in_file}\n")
-        assert as_flat_dict(parse("--config", file)) == default | {option.name: in_file}
+        from_file = parse(*beside, "--config", file)
+        assert as_flat_dict(from_file) == default | {option.name: in_file}
         for argv in spellings(option, in_flag):
-            both = parse("--config", file, *argv)
+            both = parse(*beside, "--config", file, *argv)
             assert as_flat_dict(both) == default | {option.name: in_flag}
 
 
@@ -309,7 +323,7 @@ def test_dumped_configs_read_back_equal(flat, per_worker: bool, tmp_path_factory
     flat["label_smoothing"] *= not flat["task"]
     for name in ("mixup", "cutmix"):
         flat[name] *= not flat["task"] and not flat["skip_bad_samples"]
-    config = build_config(flat)
+    config = build_config(without_idle(flat, {name: o.default for name, o in OPTIONS.items()}))
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(dump_yaml(config) + "\n", "utf-8")
     if config.batch.batch_size is config.batch.global_batch_size is None:  # the default is resolved

@@ -44,7 +44,7 @@ BAD_FLAGS = {
     "--intra-latency-us=1 --intra-bandwidth-gbit-s=1": "give --workers-per-host too",
     "--cores-per-host=0": "--cores-per-host=0: must be at least 1",
     "--step-time-s=0": "--step-time-s=0.0: must be from 1e-09 to 1e+09",
-    "--batch-size=0": "--batch-size=0: must be at least 1",
+    "--batch-size=0": "--batch-size=0: must be above 0",
     "--max-workers=1": "--max-workers=1: must be from 2 to 1,048,576",
     "--max-workers=1048577": "--max-workers=1048577: must be from 2",
     "--min-efficiency=0": "--min-efficiency=0.0: must be above 0 and at most 1",

@@ -333,6 +333,7 @@ def test_runs_that_cannot_be_replayed(tmp_path: Path) -> None:
     for flags, expected in (
         (["--steps=9-4"], "--steps=9-4: give one step, or the first and the last"),
         (["--sample=0"], "--sample=0: must be at least 1"),
+        (["--seed=3"], "--seed=3: has no effect without --sample: leave it out"),
     ):
         code, output = replay(run, *flags)
         assert (code, expected in output) == (2, True), output

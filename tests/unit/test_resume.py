@@ -354,9 +354,11 @@ def test_a_path_that_is_no_checkpoint_is_answered_with_what_is_one(unfinished: P
 
 def test_the_way_back_to_an_experiment_is_given_as_flags(unfinished: Path) -> None:
     """Fails when a flag is advised that does not exist, or None is given as a value."""
-    reported = refused(unfinished, model_ema=False, clip_grad=1.0, seed=4, sync_bn=True)
+    without = {"model_ema": False, "model_ema_decay": 0.9998}
+    reported = refused(unfinished, **without, clip_grad=1.0, seed=4, sync_bn=True)
     advice = [line.rpartition(": ")[2] for line in reported.splitlines()[:-1]]
-    assert advice == ["leave --clip-grad out", "give --model-ema", "give --no-sync-bn"]
+    averages = ["give --model-ema", "give --model-ema-decay 0.9"]
+    assert advice == ["leave --clip-grad out", *averages, "give --no-sync-bn"]
     assert "give --seed 3; or give all its options: --config" in reported.splitlines()[-1]
 
 
@@ -399,14 +401,24 @@ def test_other_buckets_are_told_of(unfinished: Path, capsys) -> None:
     assert "--bucket-bytes 4096, and auto before" in capsys.readouterr().out
     config = unfinished / "config.yaml"
     stored = yaml.safe_load(config.read_text()) | {"virtual_workers": 2}
-    config.write_text(yaml.safe_dump(stored))
-    assert find(unfinished, 3, bucket_bytes="4096", virtual_workers=2).resumed.state is not None
+    config.write_text(yaml.safe_dump(stored | {"bucket_bytes": "4096"}))
+    assert find(unfinished, 3, virtual_workers=2).resumed.state is not None
     assert "--bucket-bytes" not in capsys.readouterr().out
+
+
+def test_options_without_effect_need_not_be_given_again(unfinished: Path) -> None:
+    """Fails when a run of a version that took them can be resumed neither with them nor without."""
+    config = unfinished / "config.yaml"
+    idle = {"lr_base_batch_size": 64, "data_dir": "there"}
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | idle))
+    assert find(unfinished).resumed.state is not None
+    with pytest.raises(UsageError, match="--lr-base-batch-size=64: has no effect without"):
+        find(unfinished, **idle)
 
 
 def test_free_options_may_change(unfinished: Path) -> None:
     """Fails when an option that teaches nothing cannot be changed on resume."""
     stored = yaml.safe_load((unfinished / "config.yaml").read_text())
-    free = {"log_interval": 1, "keep_checkpoints": 9, "audit_every": 3, "data_dir": "elsewhere"}
+    free = {"log_interval": 1, "keep_checkpoints": 9, "audit_every": 3, "hash_every": 7}
     found = find(unfinished, **free, global_batch_size=None, batch_size=8, rank_weights="2")
     assert found.resumed.global_batch_size == stored["global_batch_size"] == 64

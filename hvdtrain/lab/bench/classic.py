@@ -93,8 +93,10 @@ def data_that_is_there(data_dir: Path) -> str:
 
 def train(plan: ClassicPlan, setting: ClassicCase, folder: Path) -> ClassicResult:
     """Run one setting under `hvdtrain launch`. Raises ChildFailure."""
+    downloaded = plan.data == "fashion-mnist"
     flags = (
-        *("--model", plan.model, "--data", plan.data, "--data-dir", plan.data_dir),
+        *("--model", plan.model, "--data", plan.data),
+        *(("--data-dir", plan.data_dir) if downloaded else ()),
         *("--global-batch-size", str(setting.global_batch_size), "--lr", str(setting.lr)),
         *("--momentum", "0", "--epochs", str(plan.epochs), "--device", "cpu"),
     )
