@@ -18,7 +18,7 @@ from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.exchange.buckets import Message, messages_of
 from hvdtrain.exchange.gradients import make_gradients_dense
 from hvdtrain.tasks import Task
-from hvdtrain.train.frozen import NONE_LEFT_OUT, FrozenWeights
+from hvdtrain.train.built import NONE_LEFT_OUT, FrozenWeights
 from hvdtrain.train.schedules import Schedule
 from hvdtrain.train.update import Update
 from hvdtrain.train.workers import RankWorker, VirtualWorkers, Workers

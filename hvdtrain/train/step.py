@@ -24,12 +24,13 @@ from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.train.batchnorm import counting
 from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.gathering import BatchSlice, gathering_of
-from hvdtrain.train.guard import GradientGuard, others_frozen
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, StepSums
 from hvdtrain.train.passes import (
+    GradientGuard,
     Pass,
     checked_count,
+    others_frozen,
     refuse_gradients,
     refuse_leavers,
     refuse_mean,
