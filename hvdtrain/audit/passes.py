@@ -70,9 +70,10 @@ class PassDigests:
         self._names.clear()
 
     def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.close()
+        """Go on: passes of the step that train other optimizers may follow."""
 
-    def updated(self, step: int, sums: StepSums) -> None: ...
+    def updated(self, step: int, sums: StepSums) -> None:
+        self.close()
 
     def close(self) -> None:
         """Remove the hooks."""
