@@ -176,15 +176,8 @@ def known_order(
     0: it does, and they are not adjacent. Raises UnknownOrder, with the setting required, for all
     others.
     """
-    _require_fixed_order(controller, environment)
+    _require_fixed_order(controller, environment, per_host)
     if controller == "gloo":
-        _require(
-            (
-                per_host == 0,
-                "the ranks of a host are not adjacent: start them host by host, or set "
-                "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE=0",
-            )
-        )
         return GLOO_RING.by_host(per_host)
     if built_in:
         return KNOWN_ORDERS[built_in]
@@ -193,7 +186,7 @@ def known_order(
     return OPEN_MPI_RING
 
 
-def _require_fixed_order(controller: str, environment: Mapping[str, str]) -> None:
+def _require_fixed_order(controller: str, environment: Mapping[str, str], per_host: int) -> None:
     operations = environment.get("HOROVOD_CPU_OPERATIONS", controller).lower()
     _require(
         (
@@ -207,6 +200,11 @@ def _require_fixed_order(controller: str, environment: Mapping[str, str]) -> Non
         (
             environment.get("HOROVOD_AUTOTUNE", "0").lower() in ON,
             "autotuning turns fusion on: unset HOROVOD_AUTOTUNE",
+        ),
+        (
+            controller == "gloo" and per_host == 0,
+            "the ranks of a host are not adjacent: start them host by host, or set "
+            "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE=0",
         ),
     )
 

@@ -90,9 +90,8 @@ def refuse_leavers(job: Job, exchange: Exchange, sums: StepSums, step: int) -> N
     """Collective: raise TrainingError on all ranks if only some have left a script's loop."""
     if job.task.computes_loss or exchange.size == 1:
         return
-    left, is_leaving = int(sums.total()[LEFT]), sums.has_left
-    if 0 < left < exchange.size:
-        each = exchange.all_gather_object(is_leaving, "hvdtrain.left")
+    if 0 < int(sums.total()[LEFT]) < exchange.size:
+        each = exchange.all_gather_object(bool(sums.local[LEFT]), "hvdtrain.left")
         ranks = [rank for rank, has_left in enumerate(each) if has_left]
         raise TrainingError(
             f"{name_ranks(ranks)} left the loop before step {step}, and others did not. "

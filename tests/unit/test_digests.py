@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.audit.digests import BLOCK_BYTES, BatchDigest, digest_of, text_of
-from hvdtrain.audit.passes import PassDigests
+from hvdtrain.audit.digests import BLOCK_BYTES, BatchDigest, PassDigests, digest_of, text_of
 from hvdtrain.data.feeding import StepData
 from hvdtrain.train.metering import StepSums
 
