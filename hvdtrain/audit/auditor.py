@@ -88,15 +88,11 @@ class Auditor:
         self._due: list[list[Piece]] = []  # of this step, in groups
         self._pieces: list[Piece] = []  # those of the optimizers
         self._changed: int | None = None  # first parameter whose .grad was modified by code
-        self._named: list[tuple[str, torch.nn.Parameter]] = []
-        self._take(self._trainable())
+        self._prepare()
 
-    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
-
-    def _take(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
-        """Prepare for these parameters. Raises UsageError for one without a known bound."""
-        self._named = named
+    def _prepare(self) -> None:
+        """Prepare for the trainable parameters. Raises UsageError for one without a known bound."""
+        self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
         others = [f"{name} ({p.dtype})" for name, p in self._named if p.dtype not in DTYPES]
         if others:
@@ -118,11 +114,10 @@ class Auditor:
         """Start copying gradients if `step` (from 1) is audited; call before the backward pass."""
         if step % self._every:
             return
-        self._changed, named = None, self._trainable()
-        if len(named) != len(self._named) or any(
-            now is not then for (_, now), (_, then) in zip(named, self._named, strict=True)
-        ):
-            self._take(named)
+        self._changed = None
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
+        if list(map(id, trainable)) != list(map(id, self._parameters)):
+            self._prepare()
         self._due = self._parts.of_audit(step // self._every - 1)
         self._local.begin(list(chain.from_iterable(self._due)))
 

@@ -75,70 +75,6 @@ def refuse_other_build(
     )
 
 
-def _named(one: Any, settings: Any) -> dict[str, Any]:
-    return {"kind": type(one).__name__, "settings": dict(_settings(settings, ""))}
-
-
-def _settings(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values of a structure by path; others count by their type."""
-    if isinstance(value, torch.Tensor):
-        value = value.item() if value.numel() == 1 else value.tolist()
-    items = items_of(value)
-    if items is not None:
-        yield f"{path} has", len(items)
-        for key, item in items.items():
-            yield from _settings(item, f"{path}.{key}" if path else str(key))
-    elif value is None or isinstance(value, bool | int | float | str):
-        yield path, value if type(value) in (bool, int, str) or value is None else float(value)
-    else:
-        yield path, type(value).__name__
-
-
-def _of_model(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> Iterator[str]:
-    left_out = set((state.get("base") or {}).get("names", ()))
-    parameters = set(state.get("parameters", ()))
-
-    def described(held: Mapping[str, Any]) -> list[str]:
-        # A buffer may have changed its shape.
-        return [
-            f"{name} {list(tensor.shape)} {tensor.dtype}" if name in parameters else name
-            for name, tensor in held.items()
-            if name not in left_out and isinstance(tensor, torch.Tensor)
-        ]
-
-    if difference := first_difference(described(model_state), described(state["model"])):
-        yield (
-            f"the model is another: tensor {difference.number} of it is {difference.here}, and was "
-            f"{difference.there} when the checkpoint was saved"
-        )
-
-
-def _of_objects(
-    kind: str, what: str, there: Sequence[Settings], here: Sequence[Settings]
-) -> Iterator[str]:
-    kinds = [[entry["kind"] for entry in held] for held in (here, there)]
-    if kinds[0] != kinds[1]:
-        names = [", ".join(side) or "none" for side in kinds]
-        yield f"{kind}: they are {names[0]}, and were {names[1]} when the run began"
-        return
-    for number, (now, before) in enumerate(zip(here, there, strict=True)):
-        current, old = now["settings"], before["settings"]
-        paths = dict.fromkeys([*current, *old])
-        changes = [path for path in paths if not _alike(current.get(path), old.get(path))]
-        for path in changes[:1]:
-            name = now["kind"] + (f" (number {number})" if len(here) > 1 else "")
-            yield (
-                f"{what} {name}: {path} is {current.get(path)}, and was {old.get(path)} when "
-                "the run began"
-            )
-
-
-def _alike(one: Any, two: Any) -> bool:
-    if isinstance(one, float) and isinstance(two, float):
-        return math.isclose(one, two, rel_tol=TOLERANCE) or one == two or one != one != two
-    return bool(one == two)
-
-
 @dataclass(frozen=True)
 class FrozenWeights:
     """The frozen parameters of a script's model, which the script makes at each start.
@@ -209,3 +145,67 @@ def refuse_another_base(state: Mapping[str, Any], model: torch.nn.Module) -> Non
             "the frozen parameters, which the checkpoint does not hold (save_frozen=False), are "
             f"not those of the run: {changed}. Make the model with the same ones"
         )
+
+
+def _named(one: Any, settings: Any) -> dict[str, Any]:
+    return {"kind": type(one).__name__, "settings": dict(_settings(settings, ""))}
+
+
+def _settings(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values of a structure by path; others count by their type."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    items = items_of(value)
+    if items is not None:
+        yield f"{path} has", len(items)
+        for key, item in items.items():
+            yield from _settings(item, f"{path}.{key}" if path else str(key))
+    elif value is None or isinstance(value, bool | int | float | str):
+        yield path, value if type(value) in (bool, int, str) or value is None else float(value)
+    else:
+        yield path, type(value).__name__
+
+
+def _of_model(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> Iterator[str]:
+    left_out = set((state.get("base") or {}).get("names", ()))
+    parameters = set(state.get("parameters", ()))
+
+    def described(held: Mapping[str, Any]) -> list[str]:
+        # A buffer may have changed its shape.
+        return [
+            f"{name} {list(tensor.shape)} {tensor.dtype}" if name in parameters else name
+            for name, tensor in held.items()
+            if name not in left_out and isinstance(tensor, torch.Tensor)
+        ]
+
+    if difference := first_difference(described(model_state), described(state["model"])):
+        yield (
+            f"the model is another: tensor {difference.number} of it is {difference.here}, and was "
+            f"{difference.there} when the checkpoint was saved"
+        )
+
+
+def _of_objects(
+    kind: str, what: str, there: Sequence[Settings], here: Sequence[Settings]
+) -> Iterator[str]:
+    kinds = [[entry["kind"] for entry in held] for held in (here, there)]
+    if kinds[0] != kinds[1]:
+        names = [", ".join(side) or "none" for side in kinds]
+        yield f"{kind}: they are {names[0]}, and were {names[1]} when the run began"
+        return
+    for number, (now, before) in enumerate(zip(here, there, strict=True)):
+        current, old = now["settings"], before["settings"]
+        paths = dict.fromkeys([*current, *old])
+        changes = [path for path in paths if not _alike(current.get(path), old.get(path))]
+        for path in changes[:1]:
+            name = now["kind"] + (f" (number {number})" if len(here) > 1 else "")
+            yield (
+                f"{what} {name}: {path} is {current.get(path)}, and was {old.get(path)} when "
+                "the run began"
+            )
+
+
+def _alike(one: Any, two: Any) -> bool:
+    if isinstance(one, float) and isinstance(two, float):
+        return math.isclose(one, two, rel_tol=TOLERANCE) or one == two or one != one != two
+    return bool(one == two)
