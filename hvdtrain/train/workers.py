@@ -24,7 +24,6 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import agree_on_layout
 from hvdtrain.exchange.canonical import CanonicalSums
 from hvdtrain.exchange.distributed_optimizer import Trainable
-from hvdtrain.exchange.gradients import make_gradients_dense
 from hvdtrain.log import counted
 from hvdtrain.tensors import copied_to_cpu, params_sha256
 from hvdtrain.train.batchnorm import (
@@ -220,7 +219,6 @@ class VirtualWorkers(Workers):
             if self._sums_of[index].are_of_others():
                 self._sums_of[index].close()
                 check_model(self._model)
-                make_gradients_dense(self._model, self._optimizers[index])
                 agree_on_layout(self._exchange, self._model, self._optimizers[index])
                 self._sums_of[index] = self._sums_for(index)
         self._current, self._sums = None, [self._sums_of[index] for index in optimizers]
