@@ -14,8 +14,8 @@ It cannot detect a wrong local backward pass. Beside it:
 
 compute     the audit of the computation: another rank computes a share's gradients again
 trace       the records of steps, from which each can be checked later
-digests     digests of batches, gradients and parameters, which both of these compare
-passes      digests of all tensors of a step's passes, by which `hvdtrain diff` finds the first
+digests     digests of batches, gradients and parameters, which both of these compare; and of all
+            tensors of a step's passes, by which `hvdtrain diff` finds the first that differs
 """
 
 from hvdtrain.audit.auditor import Auditor, AuditRecord, Audits

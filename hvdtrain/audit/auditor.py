@@ -87,17 +87,12 @@ class Auditor:
         self._evidence = evidence
         self._due: list[list[Piece]] = []  # of this step, in groups
         self._pieces: list[Piece] = []  # those of the optimizers
-        self._blocks: list[Block] = []
         self._changed: int | None = None  # first parameter whose .grad was modified by code
-        self._named: list[tuple[str, torch.nn.Parameter]] = []
-        self._take(self._trainable())
+        self._prepare()
 
-    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
-
-    def _take(self, named: list[tuple[str, torch.nn.Parameter]]) -> None:
-        """Prepare for these parameters. Raises UsageError for one without a known bound."""
-        self._named = named
+    def _prepare(self) -> None:
+        """Prepare for the trainable parameters. Raises UsageError for one without a known bound."""
+        self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in self._named]
         others = [f"{name} ({p.dtype})" for name, p in self._named if p.dtype not in DTYPES]
         if others:
@@ -119,11 +114,10 @@ class Auditor:
         """Start copying gradients if `step` (from 1) is audited; call before the backward pass."""
         if step % self._every:
             return
-        self._changed, named = None, self._trainable()
-        if len(named) != len(self._named) or any(
-            now is not then for (_, now), (_, then) in zip(named, self._named, strict=True)
-        ):
-            self._take(named)
+        self._changed = None
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
+        if list(map(id, trainable)) != list(map(id, self._parameters)):
+            self._prepare()
         self._due = self._parts.of_audit(step // self._every - 1)
         self._local.begin(list(chain.from_iterable(self._due)))
 
@@ -147,16 +141,16 @@ class Auditor:
                 group for group in groups if id(self._parameters[group[0].parameter]) in owned
             ]
         self._pieces = list(chain.from_iterable(groups))
-        self._blocks = make_blocks(groups, self._parameters, self._check.whole)
+        blocks = make_blocks(groups, self._parameters, self._check.whole)
         local_worst, digests = NO_ERROR, []
-        for block, local, reduced in values_of(self._blocks, self._local, self._parameters):
+        for block, local, reduced in values_of(blocks, self._local, self._parameters):
             digests.append(digest(reduced))
             block_worst = self._check.compare(block, local, reduced, all_segments=False)
             local_worst = max(local_worst, block_worst, key=lambda error: error.ratio)
         # The last column: whether there was a backward pass since `begin`. A loop that synchronizes
         # twice per step reduces reduced gradients again: there is nothing to compare them with.
         errors, table = gather_errors(
-            local_worst, [*digests, self._local.found_any], self._transport
+            local_worst, [*digests, bool(self._local.shares)], self._transport
         )
         table, saw_gradients = table[:, :-1], table[:, -1]
         if not saw_gradients.any():
@@ -166,7 +160,7 @@ class Auditor:
         if worst.ratio <= 1 and not different.any():
             self._on_record(self._record(step, True, worst))
             return
-        focus = self._blocks[worst.block if worst.ratio > 1 else int(different.argmax())]
+        focus = blocks[worst.block if worst.ratio > 1 else int(different.argmax())]
         self._explain(step, focus, list(table[:, focus.number]))
 
     def updated(self, step: int, sums: StepSums) -> None:

@@ -105,11 +105,6 @@ class LocalGradients:
         """Stop copying; the copies are kept."""
         self._hooks.close()
 
-    @property
-    def found_any(self) -> bool:
-        """Return whether there was a gradient since `begin`."""
-        return bool(self._copies)
-
     def first_changed(self) -> int | None:
         """Return the number of the first parameter whose .grad changed since its copy, or None.
 

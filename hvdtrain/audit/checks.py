@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ BFLOAT16_UNDERFLOW = 2.0**-134  # half of the smallest number
 Shares = Sequence[torch.Tensor]  # local gradients, of each share of this rank that has any
 
 
+@dataclass(frozen=True)
 class BoundCheck:
     """The check against the rounding bound of `hvdtrain.ring.bound`, in float64.
 
@@ -37,12 +39,9 @@ class BoundCheck:
     hold the same reduced gradients.
     """
 
+    transport: Transport
+    reduction: Reduction = AVERAGE
     whole = False  # parameters may be compared in pieces
-
-    def __init__(self, transport: Transport, reduction: Reduction = AVERAGE) -> None:
-        self._transport = transport
-        self._op = reduction.op
-        self._compressed = np.dtype(np.float16) if reduction.compression == "fp16" else None
 
     def compare(
         self, block: Block, local: Shares, reduced: torch.Tensor, all_segments: bool
@@ -56,11 +55,12 @@ class BoundCheck:
         )
         if segment.start == segment.stop:
             return NO_ERROR
-        size = self._transport.size
-        dtype = self._compressed or torch.empty(0, dtype=added_dtype(block.dtype)).numpy().dtype
-        casts = 1 if self._compressed else 0
-        bound = ERROR_BOUNDS[self._op](magnitudes, size, dtype, further_scalings=casts)
-        reference = sums / size if self._op == "average" else sums
+        size, op = self.transport.size, self.reduction.op
+        casts = int(self.reduction.compression == "fp16")
+        added = torch.float16 if casts else added_dtype(block.dtype)
+        dtype = torch.empty(0, dtype=added).numpy().dtype
+        bound = ERROR_BOUNDS[op](magnitudes, size, dtype, further_scalings=casts)
+        reference = sums / size if op == "average" else sums
         if block.dtype == torch.bfloat16:  # the sum is rounded to it
             bound += (np.abs(reference) + bound) * BFLOAT16_ROUNDOFF + BFLOAT16_UNDERFLOW
         actual = reduced[segment].to(torch.float64).numpy()
@@ -84,7 +84,7 @@ class BoundCheck:
         """Collective: return a slice of elements, their sums, and the sums of finite magnitudes.
         Values and magnitudes are interleaved by segment, so that one reduction carries both.
         """
-        size = self._transport.size
+        size = self.transport.size
         parts = split_evenly(values.size, size)
         both = np.empty(2 * values.size)
         doubled = [slice(2 * part.start, 2 * part.stop) for part in parts]
@@ -92,11 +92,11 @@ class BoundCheck:
             half = both[span].reshape(2, -1)
             half[0] = values[part]
             finite_magnitudes(values[part], out=half[1])
-        held = reduce_scatter(both, doubled, self._transport)
+        held = reduce_scatter(both, doubled, self.transport)
         if not all_segments:
             sums, magnitudes = both[held].reshape(2, -1)
             return slice(held.start // 2, held.stop // 2), sums, magnitudes
-        all_gather(both, doubled, self._transport)
+        all_gather(both, doubled, self.transport)
         halves = [both[span].reshape(2, -1) for span in doubled]
         sums, magnitudes = np.concatenate(halves, axis=1)
         return slice(0, values.size), sums, magnitudes
@@ -111,18 +111,14 @@ def _finite_ratios(reduced: Floats, reference: Floats, bound: Floats) -> Floats 
         return ratios if math.isfinite(ratios.sum()) else None
 
 
+@dataclass(frozen=True)
 class ExactCheck:
     """The check for equal bits: sums are formed again in the exchange's own order of addition."""
 
+    transport: Transport
+    order: KnownOrder
+    reduction: Reduction = AVERAGE
     whole = True  # the order of addition depends on where a message begins and ends
-
-    def __init__(
-        self, transport: Transport, order: KnownOrder, reduction: Reduction = AVERAGE
-    ) -> None:
-        self._transport = transport
-        self._order = order
-        self._op = reduction.op
-        self._compressed = reduction.compression == "fp16"
 
     def compare(
         self, block: Block, local: Shares, reduced: torch.Tensor, all_segments: bool
@@ -132,20 +128,19 @@ class ExactCheck:
         `local`, `reduced`: all elements of one message, in its dtype.
         """
         gradients = _only(local, reduced)
-        terms = gradients.to(torch.float16) if self._compressed else exactly(gradients)
-        values = reproduce(terms.numpy(), self._transport, self._order, self._op)
+        is_compressed = self.reduction.compression == "fp16"
+        terms = gradients.to(torch.float16) if is_compressed else exactly(gradients)
+        values = reproduce(terms.numpy(), self.transport, self.order, self.reduction.op)
         return _worst_of_bits(block, reduced, torch.from_numpy(values).to(block.dtype))
 
 
+@dataclass(frozen=True)
 class CanonicalCheck:
     """The check of canonical sums: the reference has the same bits in any order of addition."""
 
+    transport: Transport
+    shares: int  # over all ranks
     whole = True  # blocks with a common exponent begin at the first element of a parameter
-
-    def __init__(self, transport: Transport, shares: int) -> None:
-        """`shares`: number of shares over all ranks."""
-        self._transport = transport
-        self._shares = shares
 
     def compare(
         self, block: Block, local: Shares, reduced: torch.Tensor, all_segments: bool
@@ -156,8 +151,8 @@ class CanonicalCheck:
         """
         values = canonical_all_reduce(
             [exactly(share).numpy() for share in local],
-            self._shares,
-            self._transport,
+            self.shares,
+            self.transport,
             length=len(reduced),
             dtype=exactly(reduced).numpy().dtype,
         )

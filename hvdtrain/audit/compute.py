@@ -31,10 +31,9 @@ from hvdtrain.errors import ComputeMismatch, TrainingError, UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.models.execution import copied
 from hvdtrain.tensors import changed, copied_to_cpu
-from hvdtrain.train.buffers import buffers_of, load_buffers
-from hvdtrain.train.generators import rng_state, set_rng_state
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import StepSums
+from hvdtrain.train.worker_state import buffers_of, load_buffers, rng_state, set_rng_state
 
 CLEARLY = 4.0  # times as far from the slope: more than rounding can explain
 SLOPE_STEP = 1e-6  # in the space of the parameters

@@ -22,12 +22,13 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         return EXIT_OK
     with quick_imports():  # of torch: only for a valid configuration
         from hvdtrain.run.training import join_session, of_this_job, training_run
-        from hvdtrain.train.loop import train
+        from hvdtrain.train.loop import TrainingLoop, train
 
     joined = join_session(config, topology, ["hvdtrain", *sys.argv[1:]])
     with joined as session, training_run(of_this_job(config, session.exchange), session) as ready:
         if ready is not None:
-            ready.finish(train(ready.job, ready.state, session.exchange, ready.hooks))
+            loop = TrainingLoop(ready.job, ready.state, session.exchange, ready.hooks)
+            ready.finish(train(loop))
     return EXIT_OK
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.audit.digests import BatchDigest, text_of
-from hvdtrain.audit.passes import PassDigests, first_tensor
+from hvdtrain.audit.digests import BatchDigest, PassDigests, first_tensor, text_of
 from hvdtrain.audit.trace import RecordDifference, TraceRecord, first_difference
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.sampler import Indices

@@ -34,8 +34,8 @@ from hvdtrain.run.prepare import prepare
 from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
+from hvdtrain.train.built import refuse_another_base
 from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint
-from hvdtrain.train.frozen import refuse_another_base
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Audit, State, steps_from
 from hvdtrain.train.metering import Meter

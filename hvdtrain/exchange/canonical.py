@@ -36,6 +36,7 @@ from hvdtrain.exchange.gradients import (
     as_complex,
     as_real,
     laid_out_as,
+    make_gradients_dense,
     part_of,
     real_length,
 )
@@ -135,11 +136,13 @@ class CanonicalSums:
         exchange: Exchange,
         index: int = 0,
     ) -> None:
-        """Prepare buckets and hooks for the parameters of `optimizer`, one of those of `model`.
+        """Prepare buckets and hooks for the parameters of `optimizer`, one of those of `model`,
+        whose gradients are dense from now on (`make_gradients_dense`).
 
         `shares`: number of shares over all ranks. `index`: of the optimizer, if there are several.
         The trainable parameters must be those of `check_types`.
         """
+        make_gradients_dense(model, optimizer)
         self._exchange = exchange
         self._name = "hvdtrain.canonical" + (f".{index}" if index else "")
         self._headroom = (shares - 1).bit_length()  # ceil(log2(shares))

@@ -7,6 +7,7 @@ data, with newly initialised parameters.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,29 +31,28 @@ COLOURS = 3  # input channels of torchvision's networks
 MAXVIT_SIDE = 7 * 2**5  # five halvings, then windows of 7
 
 
-class LeNet(nn.Module):
+class LeNet(nn.Sequential):
     """LeNet as in "Dive into Deep Learning", section "Training on Multiple GPUs" (from scratch).
 
     Source: A. Zhang, Z. Lipton, M. Li, A. Smola, https://d2l.ai, chapter 13.5: two convolutions of
-    20 and 50 channels, ReLU, average pooling, and a hidden layer of 128.
+    20 and 50 channels, ReLU, average pooling, and a hidden layer of 128. It maps (samples,
+    channels, 28, 28) to scores (samples, classes).
     """
 
     def __init__(self, channels: int, classes: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, 20, kernel_size=3)
-        self.conv2 = nn.Conv2d(20, 50, kernel_size=5)
-        self.hidden = nn.Linear(50 * 4 * 4, 128)
-        self.output = nn.Linear(128, classes)
-        self.pool = nn.AvgPool2d(2)
-        self.relu = nn.ReLU()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map (samples, channels, 28, 28) to scores (samples, classes)."""
-        features = self.pool(self.relu(self.conv1(images)))
-        features = self.pool(self.relu(self.conv2(features)))
-        hidden = self.relu(self.hidden(features.flatten(start_dim=1)))
-        scores: torch.Tensor = self.output(hidden)
-        return scores
+        layers: dict[str, nn.Module] = {
+            "conv1": nn.Conv2d(channels, 20, kernel_size=3),
+            "relu1": nn.ReLU(),
+            "pool1": nn.AvgPool2d(2),
+            "conv2": nn.Conv2d(20, 50, kernel_size=5),
+            "relu2": nn.ReLU(),
+            "pool2": nn.AvgPool2d(2),
+            "flatten": nn.Flatten(),
+            "hidden": nn.Linear(50 * 4 * 4, 128),
+            "relu3": nn.ReLU(),
+            "output": nn.Linear(128, classes),
+        }
+        super().__init__(OrderedDict(layers))
 
 
 def _mlp(shape: Shape, classes: int) -> nn.Module:

@@ -170,7 +170,7 @@ def canonical_all_reduce(
     all_reduce(total, transport, out=total)
     result = from_integers(total, agreed[:-1], dtype, virtual_workers)
     if agreed[-1]:
-        result = _with_markers(result, all_reduce(_markers(shares, nothing), transport))
+        result = _with_markers(result, shares, transport)
     return result
 
 
@@ -192,19 +192,15 @@ def canonical_error_bound(
     return np.where(np.isfinite(magnitudes), bound, np.inf)
 
 
-def _markers(shares: Sequence[Array], nothing: Array) -> Array:
-    """Return the sum of the non-finite elements alone, with zeros elsewhere."""
-    markers = nothing.copy()
+def _with_markers(result: Array, shares: Sequence[Array], transport: Transport) -> Array:
+    """Collective: return the result plus the non-finite elements of all shares, with the same bits
+    for every NaN. (Results that get 0 keep their bits.)
+    """
+    markers = np.zeros_like(result)
     with np.errstate(invalid="ignore"):
         for share in shares:
-            markers += np.where(np.isfinite(share), nothing, share)
-    return markers
-
-
-def _with_markers(result: Array, markers: Array) -> Array:
-    """Return their sum, with the same bits for every NaN. (Results that get 0 keep their bits.)"""
-    with np.errstate(invalid="ignore"):
-        marked = result + markers
+            markers += np.where(np.isfinite(share), share.dtype.type(0), share)
+        marked = result + all_reduce(markers, transport)
     return np.where(np.isnan(marked), result.dtype.type(np.nan), marked)
 
 

@@ -176,8 +176,19 @@ def known_order(
     0: it does, and they are not adjacent. Raises UnknownOrder, with the setting required, for all
     others.
     """
+    _require_fixed_order(controller, environment, per_host)
+    if controller == "gloo":
+        return GLOO_RING.by_host(per_host)
+    if built_in:
+        return KNOWN_ORDERS[built_in]
+    if size > 2:
+        _require_pinned_ring(environment, mpi_library)
+    return OPEN_MPI_RING
+
+
+def _require_fixed_order(controller: str, environment: Mapping[str, str], per_host: int) -> None:
     operations = environment.get("HOROVOD_CPU_OPERATIONS", controller).lower()
-    reason = first_problem(
+    _require(
         (
             controller not in ("gloo", "mpi") or operations != controller,
             f"{controller} with HOROVOD_CPU_OPERATIONS={operations}: not known",
@@ -196,15 +207,6 @@ def known_order(
             "HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE=0",
         ),
     )
-    if reason:
-        raise UnknownOrder(reason)
-    if controller == "gloo":
-        return GLOO_RING.by_host(per_host)
-    if built_in:
-        return KNOWN_ORDERS[built_in]
-    if size > 2:
-        _require_pinned_ring(environment, mpi_library)
-    return OPEN_MPI_RING
 
 
 def _require_pinned_ring(environment: Mapping[str, str], mpi_library: str) -> None:
@@ -212,7 +214,7 @@ def _require_pinned_ring(environment: Mapping[str, str], mpi_library: str) -> No
     algorithm = environment.get("OMPI_MCA_coll_tuned_allreduce_algorithm", "")
     foreign = [name for name in FOREIGN_COMPONENTS if name in environment]
     library = mpi_library.partition("\n")[0] or "an unnamed MPI"
-    reason = first_problem(
+    _require(
         (
             rules not in ON or algorithm not in ("4", "5", "ring", "segmented_ring"),
             "Open MPI chooses how it sums: set OMPI_MCA_coll_tuned_use_dynamic_rules=1 and "
@@ -224,7 +226,11 @@ def _require_pinned_ring(environment: Mapping[str, str], mpi_library: str) -> No
             f"the order of summation of {library} is not known, only that of Open MPI",
         ),
     )
-    if reason:
+
+
+def _require(*checks: tuple[object, str]) -> None:
+    """Raise UnknownOrder with the problem of the first check that holds, if any."""
+    if reason := first_problem(*checks):
         raise UnknownOrder(reason)
 
 

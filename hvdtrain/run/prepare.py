@@ -25,16 +25,15 @@ from hvdtrain.run.tasks import TaskData, build_model, chosen_by
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm, normalises_over_batch
-from hvdtrain.train.buffers import check_model
 from hvdtrain.train.built import built_of
 from hvdtrain.train.devices import choose_device, move_state, repeat_bits
 from hvdtrain.train.evaluate import in_evaluation_mode
-from hvdtrain.train.generators import seed_all
 from hvdtrain.train.job import Intervals, Job, Stateful
 from hvdtrain.train.optimizers import UNSUITABLE, build_optimizer
 from hvdtrain.train.portable import refuse_unreadable
 from hvdtrain.train.schedules import Schedule, make_schedule, scaled_lr
 from hvdtrain.train.update import Update
+from hvdtrain.train.worker_state import check_model, seed_all
 from hvdtrain.weights import load_pretrained
 
 TRIED_SAMPLES = 2

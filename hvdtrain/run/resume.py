@@ -33,7 +33,7 @@ from hvdtrain.records.folders import CHECKPOINTS, CONFIG, SUMMARY
 from hvdtrain.run.same_data import changed_values
 from hvdtrain.run.script import Script
 from hvdtrain.run.tasks import TaskData
-from hvdtrain.train.built import built_of, refuse_other_build
+from hvdtrain.train.built import built_of, refuse_another_base, refuse_other_build
 from hvdtrain.train.checkpoint import (
     MANIFEST_FILE,
     Checkpoints,
@@ -44,7 +44,6 @@ from hvdtrain.train.checkpoint import (
     read_manifest,
 )
 from hvdtrain.train.evaluate import Evaluation
-from hvdtrain.train.frozen import refuse_another_base
 from hvdtrain.train.state import (
     completed,
     evaluation_in,

@@ -113,7 +113,7 @@ def join_session(
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A prepared run: `run.finish(train(run.job, run.state, session.exchange, run.hooks))`."""
+    """A prepared run: its loop is `TrainingLoop(job, state, session.exchange, hooks)`."""
 
     job: Job
     state: State

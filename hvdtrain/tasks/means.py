@@ -76,8 +76,7 @@ class Recorder(TorchDispatchMode):
         positional = dict(zip((arg.name for arg in arguments), args, strict=False))
         reduction = {**defaults, **positional, **kwargs}.get("reduction")
         tensors = [*tensors_in(args)]
-        made_by = (self._made.get(id(tensor)) for tensor in tensors)
-        recorded = [operation for operation in made_by if operation is not None]
+        recorded = [self._made[id(tensor)] for tensor in tensors if id(tensor) in self._made]
         if not recorded and name not in ("mean", "sum") and reduction not in (MEAN, SUM):
             return  # a number that no loss is part of
         number = math.nan

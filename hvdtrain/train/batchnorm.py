@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from hvdtrain.exchange import Exchange, summed
-from hvdtrain.train.buffers import replaced, slots_of
+from hvdtrain.train.worker_state import replaced, slots_of
 
 RUNNING = ("running_mean", "running_var")  # statistics of normalisation layers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -91,19 +91,30 @@ def evaluate(
             if loaded.samples == 0:
                 continue  # none of the batch could be read
             sums, looks = _sums_of(model, task, loaded, device, looks), False
-            values = [sums.loss, *(sums.metrics[name] for name in names)]
-            figures = [loaded.samples, sums.samples, *(v.double().item() for v in values)]
-            rows[row, SAMPLES:] += torch.tensor(figures, dtype=torch.float64)
+            rows[row, SAMPLES:] += _figures_of(sums, names, loaded.samples)
             for name in task.tables:
                 tables.add(row, name, sums.metrics[name])
     waits()
     totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)
     if totals[STOP]:
         raise Interrupted
-    samples, count, *sums_of_all = totals[SAMPLES:].tolist()
-    loss, *metrics = [total / count if count else math.nan for total in sums_of_all]
-    named = dict(zip(names, metrics, strict=True))
-    return Evaluation(int(samples), loss, named, tables.over_ranks(exchange))
+    return _evaluation_of(totals, names, tables.over_ranks(exchange))
+
+
+def _figures_of(sums: Sums, names: Sequence[str], samples: int) -> torch.Tensor:
+    """Return the sums of a batch in the order of the columns, from SAMPLES on."""
+    values = [sums.loss, *(sums.metrics[name] for name in names)]
+    figures = [samples, sums.samples, *(value.double().item() for value in values)]
+    return torch.tensor(figures, dtype=torch.float64)
+
+
+def _evaluation_of(
+    totals: torch.Tensor, names: Sequence[str], tables: dict[str, Table]
+) -> Evaluation:
+    """Return the means of the sums over all ranks; NaN without samples."""
+    samples, count, *sums = totals[SAMPLES:].tolist()
+    loss, *metrics = [total / count if count else math.nan for total in sums]
+    return Evaluation(int(samples), loss, dict(zip(names, metrics, strict=True)), tables)
 
 
 def _sums_of(

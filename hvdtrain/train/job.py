@@ -16,9 +16,8 @@ from hvdtrain.data.splits import Splits
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Exchange, Reduction
 from hvdtrain.exchange.buckets import Message, messages_of
-from hvdtrain.exchange.gradients import make_gradients_dense
 from hvdtrain.tasks import Task
-from hvdtrain.train.frozen import NONE_LEFT_OUT, FrozenWeights
+from hvdtrain.train.built import NONE_LEFT_OUT, FrozenWeights
 from hvdtrain.train.schedules import Schedule
 from hvdtrain.train.update import Update
 from hvdtrain.train.workers import RankWorker, VirtualWorkers, Workers
@@ -73,7 +72,6 @@ class Job:
         model, shares, batch = self.model, self.feed.shares, self.sampler.global_batch_size
         if isinstance(shares, VirtualShares):
             for optimizer in self.optimizers:
-                make_gradients_dense(model, optimizer)
                 exchange.broadcast_state(model, optimizer)
             workers: Workers = VirtualWorkers(
                 model, self.optimizers, exchange, shares, self.seed, batch

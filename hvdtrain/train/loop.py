@@ -18,9 +18,9 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import check_equal_on_all_ranks
 from hvdtrain.log import say
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
-from hvdtrain.train.guard import steps_are_ours
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import Meter, StepSums, Totals
+from hvdtrain.train.passes import steps_are_ours
 from hvdtrain.train.step import Step, compute
 
 _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
@@ -321,12 +321,11 @@ class TrainingLoop:
         self._hooks.keeper.save(self.job, self.state, self.state.evaluation if evaluated else None)
 
 
-def train(job: Job, state: State, exchange: Exchange, hooks: Hooks) -> Outcome:
-    """Collective: run the job from `state`, which is updated, to its end, with its task's loss.
+def train(loop: TrainingLoop) -> Outcome:
+    """Collective: make all steps of a loop, to the end of the run, with the loss of its job's task.
 
     Raises what `TrainingLoop.steps` does.
     """
-    loop = TrainingLoop(job, state, exchange, hooks)
     for step in loop.steps():
         compute(step)
     assert loop.outcome is not None

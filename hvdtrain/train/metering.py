@@ -76,11 +76,6 @@ class StepSums:
         """Return the sums of this rank, on its device."""
         return self._rows().sum(0)
 
-    @property
-    def has_left(self) -> bool:
-        """Return whether this rank has left the loop."""
-        return bool(self._host_sums[0][LEFT])
-
     def add(self, sums: Sums, bad: int = 0, row: int = 0) -> None:
         """Add the sums of a batch to a row; `bad`: number of samples that could not be read."""
         loss = sums.loss.detach()

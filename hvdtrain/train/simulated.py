@@ -19,9 +19,15 @@ from hvdtrain.ring.bound import REFERENCE_DTYPE, gamma, sum_error_bound
 from hvdtrain.ring.operations import Array
 from hvdtrain.ring.orders import KnownOrder, reproduce
 from hvdtrain.ring.transports import Transport, in_process_ring
-from hvdtrain.train.buffers import buffers_of, load_buffers
-from hvdtrain.train.generators import seed_all, set_rng_state
-from hvdtrain.train.workers import Workers, WorkerState, state_of_process
+from hvdtrain.train.worker_state import (
+    WorkerState,
+    buffers_of,
+    load_buffers,
+    seed_all,
+    set_rng_state,
+    state_of_process,
+)
+from hvdtrain.train.workers import Workers
 
 
 class SimulatedRanks(Workers):

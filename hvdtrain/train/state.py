@@ -21,14 +21,14 @@ from hvdtrain.exchange.agreement import (
 from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.tensors import copied_to_cpu, params_sha256
 from hvdtrain.train.batchnorm import RUNNING
+from hvdtrain.train.built import refuse_another_base, saved_base
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
-from hvdtrain.train.frozen import refuse_another_base, saved_base
 from hvdtrain.train.job import Job, Stateful
 from hvdtrain.train.loop import State
 from hvdtrain.train.portable import portable
 from hvdtrain.train.update import not_finite
-from hvdtrain.train.workers import WorkerState
+from hvdtrain.train.worker_state import WorkerState
 
 AVERAGED = "module."  # before each name in the state of a moving average
 

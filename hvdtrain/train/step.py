@@ -24,12 +24,13 @@ from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.train.batchnorm import counting
 from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.gathering import BatchSlice, gathering_of
-from hvdtrain.train.guard import GradientGuard, others_frozen
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, StepSums
 from hvdtrain.train.passes import (
+    GradientGuard,
     Pass,
     checked_count,
+    others_frozen,
     refuse_gradients,
     refuse_leavers,
     refuse_mean,
@@ -298,14 +299,13 @@ class Step:
         """Read and yield the passes of this rank, one after another."""
         data, keep = self._data, len(self.job.optimizers) > 1 or self._gathering is not None
         # The passes of a further optimizer draw other random numbers.
-        drawn_before = len(self._made) * self.job.feed.micro_batches
+        drawn_before, last = len(self._made) * self.job.feed.micro_batches, len(data.passes) - 1
         for index, (share, number) in enumerate(data.passes):
             self.job.workers.seed(self.number, share, number, reading=True)
             loaded = self._loaded[index] if index < len(self._loaded) else next(data.batches)
             if keep and index == len(self._loaded):
                 self._loaded.append(loaded)
-            is_last = index + 1 == len(data.passes)
-            yield Pass(share, number, number + drawn_before, is_last, loaded)
+            yield Pass(share, number, number + drawn_before, index == last, loaded)
 
     def _refusal(self, text: str) -> UsageError:
         return UsageError(f"step {self.number}: {text}")

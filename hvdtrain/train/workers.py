@@ -11,10 +11,10 @@ Prior art: VirtualFlow (Or et al., MLSys 2022), EasyScale (Li et al., SC 2023).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -24,7 +24,6 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import agree_on_layout
 from hvdtrain.exchange.canonical import CanonicalSums
 from hvdtrain.exchange.distributed_optimizer import Trainable
-from hvdtrain.exchange.gradients import make_gradients_dense
 from hvdtrain.log import counted
 from hvdtrain.tensors import copied_to_cpu, params_sha256
 from hvdtrain.train.batchnorm import (
@@ -33,23 +32,19 @@ from hvdtrain.train.batchnorm import (
     has_batch_norm,
     running_statistics,
 )
-from hvdtrain.train.buffers import (
+from hvdtrain.train.worker_state import (
+    WorkerState,
     buffers_of,
     check_model,
     differing_buffers,
     load_buffers,
     replaced,
+    rng_state,
+    seed_all,
+    set_rng_state,
     slots_of,
     with_buffers_of_rank_0,
 )
-from hvdtrain.train.generators import rng_state, seed_all, set_rng_state
-
-WorkerState = Mapping[str, Any]  # "buffers": by name; "rng": random generators, or None
-
-
-def state_of_process(model: torch.nn.Module, device: torch.device) -> WorkerState:
-    """Return the state of a worker that has the process to itself."""
-    return {"buffers": buffers_of(model), "rng": rng_state(device)}
 
 
 class Workers(Protocol):
@@ -151,7 +146,8 @@ class RankWorker(Workers):
             self._exchange.reduce_gradients(optimizer)
 
     def states(self) -> list[WorkerState]:
-        return [copied_to_cpu(state_of_process(self._model, self._device))]
+        buffers = copied_to_cpu(buffers_of(self._model))
+        return [{"buffers": buffers, "rng": rng_state(self._device)}]
 
     def restore(
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
@@ -223,7 +219,6 @@ class VirtualWorkers(Workers):
             if self._sums_of[index].are_of_others():
                 self._sums_of[index].close()
                 check_model(self._model)
-                make_gradients_dense(self._model, self._optimizers[index])
                 agree_on_layout(self._exchange, self._model, self._optimizers[index])
                 self._sums_of[index] = self._sums_for(index)
         self._current, self._sums = None, [self._sums_of[index] for index in optimizers]

@@ -50,7 +50,7 @@ EQUIVALENT = {
     "run/balance.py: torch.accelerator.synchronize(job.device)": (
         "the device for tests computes at once, and speeds alone would change"
     ),
-    "train/frozen.py: values[name].cpu()": (
+    "train/built.py: values[name].cpu()": (
         "a model of this rank takes the values, from whichever device"
     ),
     "train/metering.py: beside.wait_event(ready)": (

@@ -32,14 +32,15 @@ def main(
         configs[name] = read_train_flags("train", [*flags, *place])
     with quick_imports():
         from hvdtrain.run.training import join_session, training_run
-        from hvdtrain.train.loop import train
+        from hvdtrain.train.loop import TrainingLoop, train
     with join_session(next(iter(configs.values())), topology) as session:
         for name, config in configs.items():
             error = ""
             try:
                 with context(name), training_run(config, session) as ready:
                     assert ready is not None
-                    ready.finish(train(ready.job, ready.state, session.exchange, ready.hooks))
+                    loop = TrainingLoop(ready.job, ready.state, session.exchange, ready.hooks)
+                    ready.finish(train(loop))
             except HvdtrainError as found:
                 error = f"exit code {found.exit_code}: {found}"
             (folder / f"{name}.rank-{topology.rank}").write_text(error)

@@ -26,7 +26,7 @@ from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.evaluate import Evaluation, evaluate
 from hvdtrain.train.job import Intervals, Job
-from hvdtrain.train.loop import Hooks, Outcome, State, StepHook, train
+from hvdtrain.train.loop import Hooks, Outcome, State, StepHook, TrainingLoop, train
 from hvdtrain.train.metering import Meter, StepSums, Totals
 from hvdtrain.train.schedules import make_schedule
 from hvdtrain.train.state import capture, restore
@@ -245,7 +245,8 @@ def run_job(
     profiler = StepProfiler(None, Path(), SingleProcess())
     outcome = None
     try:
-        outcome = train(job, at, exchange, Hooks(Audits(), recording, keeper, profiler))
+        hooks = Hooks(Audits(), recording, keeper, profiler)
+        outcome = train(TrainingLoop(job, at, exchange, hooks))
     except Stopped:
         assert stop_at is not None
     return Ran(outcome, keeper.snapshot, recording, keeper.asked)

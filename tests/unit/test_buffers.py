@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hvdtrain.exchange import SingleProcess
-from hvdtrain.train.buffers import differing_buffers, with_buffers_of_rank_0
+from hvdtrain.train.worker_state import differing_buffers, with_buffers_of_rank_0
 from tests.unit.threads import connect, run_ranks
 
 

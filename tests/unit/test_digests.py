@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.audit.digests import BLOCK_BYTES, BatchDigest, digest_of, text_of
+from hvdtrain.audit.digests import BLOCK_BYTES, BatchDigest, PassDigests, digest_of, text_of
+from hvdtrain.data.feeding import StepData
+from hvdtrain.train.metering import StepSums
 
 BLOCK = BLOCK_BYTES // 4  # elements of float32
 GOLDEN = "52a4af24e75879a6"  # of 0, 1, 2, ...
@@ -73,3 +75,21 @@ def test_batches_with_types_and_shapes() -> None:
         digest.add(batch)
         digests.append(text_of(digest.words()))
     assert len(set(digests)) == len(batches)
+
+
+def test_passes_for_each_of_several_optimizers_are_digested() -> None:
+    """Fails if digests end with the first of a step's updates, or do not end with the step."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model]
+    digests = PassDigests(model, step=2)
+    for step in (1, 2, 3):
+        digests.begin(step, StepData(np.arange(2), [], iter(())))
+        for optimizer in optimizers:
+            inputs = values(6).reshape(2, 3)
+            digests.begin_pass(0, inputs)
+            model(inputs).sum().backward()
+            digests.reduced(step, [optimizer])
+        digests.updated(step, StepSums(torch.device("cpu")))
+    first, second = digests.passes[0]
+    assert "the gradient of 1.weight" in first
+    assert first.keys() == second.keys()

@@ -18,8 +18,8 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.tasks import Sums
 from hvdtrain.tensors import copied_to_cpu, tensors_in, tensors_sha256
 from hvdtrain.train.batchnorm import SyncBatchNorm
-from hvdtrain.train.generators import rng_state, seed_all
 from hvdtrain.train.job import Job
+from hvdtrain.train.worker_state import rng_state, seed_all
 
 OUTSIDE = "the task's loss, outside of its modules"
 

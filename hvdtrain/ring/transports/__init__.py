@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -51,14 +52,13 @@ class Transport(Protocol):
 Channel = queue.SimpleQueue[NDArray[np.uint8]]
 
 
+@dataclass(eq=False)
 class InProcessTransport:
     """One rank of a ring made by `in_process_ring`: messages are copied through queues."""
 
-    def __init__(self, rank: int, size: int, mailboxes: Mapping[tuple[int, int], Channel]) -> None:
-        """`mailboxes`: the incoming queue of each (rank, direction), direction +1 or -1."""
-        self.rank = rank
-        self.size = size
-        self._mailboxes = mailboxes
+    rank: int
+    size: int
+    mailboxes: Mapping[tuple[int, int], Channel]  # incoming, by rank and direction: +1 or -1
 
     def sendrecv(
         self, outgoing: Array, incoming: Array, *, backwards: bool = False, meanwhile: Work = None
@@ -66,14 +66,14 @@ class InProcessTransport:
         direction = -1 if backwards else 1
         if outgoing.size:
             receiver = (self.rank + direction) % self.size
-            self._mailboxes[receiver, direction].put(outgoing.view(np.uint8).copy())
+            self.mailboxes[receiver, direction].put(outgoing.view(np.uint8).copy())
         if meanwhile:
             meanwhile()
         if not incoming.size:
             return
         sender = (self.rank - direction) % self.size
         try:
-            message = self._mailboxes[self.rank, direction].get(timeout=DEFAULT_TIMEOUT_S)
+            message = self.mailboxes[self.rank, direction].get(timeout=DEFAULT_TIMEOUT_S)
         except queue.Empty:
             raise TransportError(
                 f"rank {self.rank}: no message from rank {sender} for {DEFAULT_TIMEOUT_S:g} s"
