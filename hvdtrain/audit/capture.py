@@ -1,7 +1,5 @@
 """The elements that an audit covers, in blocks, and the copies of their local gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

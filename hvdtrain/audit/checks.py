@@ -1,7 +1,5 @@
 """The two comparisons of an audit: within the proven rounding bound, and equal in every bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

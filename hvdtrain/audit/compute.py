@@ -13,8 +13,6 @@ A rank can be blamed only if the computation repeats, so this is tested first: a
 state outside of its parameters and buffers, which nobody else has.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

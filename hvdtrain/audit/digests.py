@@ -15,8 +15,6 @@ by hooks on tensors, not by the backward hooks of modules: those change the grap
 that work in place, and could change the order of sums.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 A mismatch is a wrong reduction or a wrong copy on one rank; the diagnosis names which, and where.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass

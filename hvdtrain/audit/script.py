@@ -12,8 +12,6 @@ before they are clipped or used. Any other loop, such as with DDP, needs after `
 warning at its end.
 """
 
-from __future__ import annotations
-
 import atexit
 import sys
 from collections.abc import Callable

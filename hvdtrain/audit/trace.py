@@ -6,8 +6,6 @@ Whoever computes the step again, on any number of workers, finds the same digest
 was the first to differ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ It imports nothing slow outside of that function, as `--help` imports every modu
 only Linux has: `--help` and `--version` answer on any system.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

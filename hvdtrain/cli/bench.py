@@ -1,7 +1,5 @@
 """`hvdtrain bench NAME`: comparative measurements on this machine, in alternating rounds."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

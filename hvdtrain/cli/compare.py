@@ -1,7 +1,5 @@
 """`hvdtrain compare -np N`: strategies of training on N devices, run on the same work in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

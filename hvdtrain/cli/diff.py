@@ -1,7 +1,5 @@
 """`hvdtrain diff RUN_A RUN_B`: the first difference between two runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hvdtrain.cli.flags import TRUST_CODE, Command, Flag

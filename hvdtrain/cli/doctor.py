@@ -1,7 +1,5 @@
 """`hvdtrain doctor`: named checks of this machine, or of every host in a hostfile."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

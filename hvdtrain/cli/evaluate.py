@@ -1,7 +1,5 @@
 """`hvdtrain evaluate`: exact metrics of a checkpoint, on one device, without Horovod."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements

@@ -1,7 +1,5 @@
 """`hvdtrain export`: plain weights for any PyTorch script."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`hvdtrain install-horovod`: build Horovod for the torch of this environment, and install it."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

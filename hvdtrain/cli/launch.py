@@ -1,7 +1,5 @@
 """`hvdtrain launch`: preflight checks, workers, supervision, restarts and verdict."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`hvdtrain plan`: predicted step time and scaling efficiency on N workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

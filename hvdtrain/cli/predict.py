@@ -1,7 +1,5 @@
 """`hvdtrain predict`: the most likely classes of images, on one device, without Horovod."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements, train_flag, wrong_flags

@@ -1,7 +1,5 @@
 """`hvdtrain replay RUN`: recorded steps, computed again on one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements, train_flag, wrong_flags

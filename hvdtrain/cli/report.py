@@ -1,7 +1,5 @@
 """`hvdtrain report RUN ...`: plots of runs, and a page that compares them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`hvdtrain stage`: bring environment and job folder to hosts that have nothing."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

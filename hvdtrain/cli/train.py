@@ -1,7 +1,5 @@
 """`hvdtrain train`: one training run, as a single process or one of N workers."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`hvdtrain verify` on N workers: the collectives of this installation against the ring."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

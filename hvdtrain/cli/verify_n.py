@@ -1,7 +1,5 @@
 """`hvdtrain verify-n -np 1,2,3 -- train ...`: a check that every N learns the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hvdtrain.cli.flags import TRIAL_FLAGS, Command, Flag, read_training

@@ -1,7 +1,5 @@
 """`hvdtrain verify-resume -- train ...`: a check that a configuration resumes exactly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hvdtrain.cli.flags import TRIAL_FLAGS, Command, Flag, read_training, train_flag, wrong_flags

@@ -1,7 +1,5 @@
 """The command that workers run: what `hvdtrain launch` has after `--`, checked and completed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -4,8 +4,6 @@ The fields are the flags of `hvdtrain train` (`--global-batch-size` is `global_b
 keys of its YAML file. Only `cli` and `run` see all of them; lower floors receive values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options of a training run that have no effect beside another one, or without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Configuration fields that are command-line flags, and checks of their values."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable

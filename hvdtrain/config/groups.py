@@ -1,7 +1,5 @@
 """Groups of the fields of a training run's configuration, each checked on construction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hvdtrain.config.fields import (

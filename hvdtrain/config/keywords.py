@@ -2,8 +2,6 @@
 what the script itself decides.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Options of a training run by name, one for each field of the configuration's groups."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import types

@@ -3,8 +3,6 @@
 An exception in it becomes an error of one line with its file and line; it stays attached as cause.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import sysconfig

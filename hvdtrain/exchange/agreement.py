@@ -2,8 +2,6 @@
 same on all.
 """
 
-from __future__ import annotations
-
 import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ depends on the model and the size of buckets, never on timing as in Horovod's te
 order of addition is that of one tensor (`hvdtrain.ring.orders`), known and repeatable.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 

@@ -19,8 +19,6 @@ Parameters travel in buckets. A bucket begins as soon as the last share's backwa
 gradients, so that both exchanges overlap with the rest of that pass.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

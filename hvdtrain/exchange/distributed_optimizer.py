@@ -6,8 +6,6 @@ gradients (the reducer), and the user's own optimizer makes the steps: it stays 
 with its state, hooks and schedulers.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

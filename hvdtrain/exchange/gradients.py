@@ -4,8 +4,6 @@ A sum of bfloat16 values would be rounded at each addition, to 8 bits, and Horov
 are added as float32, and the sum is rounded once. Complex numbers are added as pairs of reals.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The check of a newly built Horovod: `horovodrun -np 2 python -m hvdtrain.exchange.prove`."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """Scheduling of waiting threads, so that they leave the cores to computing threads."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """Commands that are run to their end, with a message that says why one failed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -5,8 +5,6 @@ is the system's if it is of the CUDA version of torch, else that of PyPI: NVIDIA
 CUDA 13 hold all of it, and are installed into a folder of their own beside the build.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The Python environment that gets Horovod: a venv, one of uv, a conda-like prefix."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

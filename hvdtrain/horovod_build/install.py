@@ -1,7 +1,5 @@
 """The installation of Horovod: choose what to build with, build or take it, install, check."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

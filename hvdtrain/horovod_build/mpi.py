@@ -1,7 +1,5 @@
 """The Open MPI against which Horovod is built: the system's, that of PyPI, or none."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Programs and files that the system provides; all that are missing are reported at once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What a wheel of Horovod is built for and with, and the cache of wheels by the hash of that."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Names and addresses of hosts, as users write them."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket

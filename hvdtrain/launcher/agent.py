@@ -9,8 +9,6 @@ agent stops its worker and exits; when the agent is killed, its guard kills the 
 (hvdtrain/launcher/worker.py). No process is left behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

@@ -1,7 +1,5 @@
 """The launcher's end of the channel: connections of authenticated agents and their messages."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import select

@@ -1,7 +1,5 @@
 """The horovodrun command line of a job, and the environments of horovodrun and its workers."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

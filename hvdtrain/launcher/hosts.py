@@ -1,7 +1,5 @@
 """The hosts of a launch, their slots, and the formats of --hostfile and -H."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import re

@@ -1,7 +1,5 @@
 """A launched job over its restarts: usable hosts, number of workers, and when to give up."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """The output of the workers: one log file for each rank, and its lines for the view."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Processes of this machine, from /proc, and the signals that stop `hvdtrain launch`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

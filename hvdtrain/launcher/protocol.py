@@ -8,8 +8,6 @@ by an HMAC over a random challenge of the other side. Then each side sends at le
 second, so that a cut network is noticed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

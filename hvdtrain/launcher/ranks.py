@@ -1,7 +1,5 @@
 """The state of each rank as seen by the launcher, and which ranks hold up the others."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import deque

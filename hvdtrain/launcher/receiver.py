@@ -7,8 +7,6 @@ A copy is completed beside the old one, and then exchanged with it. Unchanged fi
 so are files that jobs have made in the folder. A mark in the folder lists what was staged.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

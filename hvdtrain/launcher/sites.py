@@ -5,8 +5,6 @@ used: many containers lack them. The list `gpu[008-010,12],login1` means the hos
 gpu010 gpu12 login1, and `2(x3),1` two slots on each of the first three hosts and one on the fourth.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Each host's own Python runs receiver.py. It reports what is there; a host that c
 copies is a finding before anything is changed. Needed files follow as a tar archive, through ssh.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

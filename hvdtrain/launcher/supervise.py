@@ -8,8 +8,6 @@ horovodrun runs until the agents receive "leave", so all decisions are made here
 controllers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

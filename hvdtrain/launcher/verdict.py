@@ -1,7 +1,5 @@
 """The verdict on a start of a job: which rank failed first, why, and whether a restart may help."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import signal

@@ -5,8 +5,6 @@ those that outlive their parent or have a session of their own. One of them may 
 process that writes to the pulse pipe (hvdtrain/pulse.py), and that can save.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

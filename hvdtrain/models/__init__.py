@@ -4,8 +4,6 @@ torchvision's classification networks are built for the classes, channels and im
 data, with newly initialised parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

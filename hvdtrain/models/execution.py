@@ -1,7 +1,5 @@
 """Ways to compute a network: the memory format of its images, and compilation."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import warnings

@@ -36,8 +36,6 @@ tests/ring_trace.py runs those of many ranks in one thread. Long segments are se
 one chunk is in transit, the previous one is added.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, starmap

@@ -10,8 +10,6 @@ of roundings of one term: N - 1 additions; for an average, one for the constant 
 product with it; and one for each further scaling.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

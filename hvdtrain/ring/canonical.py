@@ -53,8 +53,6 @@ element of at least 2^(e+c-7) in float32, or 2^(e+c-10) in float64, is a multipl
 error for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

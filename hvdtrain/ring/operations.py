@@ -17,8 +17,6 @@ instead: there a NaN propagates or vanishes, depending on the rank that holds it
 cannot be expected. Of zeros that differ in sign, either can be the result.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Image classification: cross-entropy, top-1 and top-5 accuracy, and confusions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any

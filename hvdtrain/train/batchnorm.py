@@ -5,8 +5,6 @@ for uneven shares, and works on CPU and GPU. Without it each rank normalises by 
 running statistics are then averaged for evaluation and for the saved model.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

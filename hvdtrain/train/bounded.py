@@ -6,8 +6,6 @@ it is used. On Linux the process is also refused more memory while a file of tor
 since its pickle builds objects.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import zipfile

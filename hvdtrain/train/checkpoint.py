@@ -7,8 +7,6 @@ written. An existing checkpoint of the same step is set aside for the moment of 
 fails then, or is killed, `put_back` restores it.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

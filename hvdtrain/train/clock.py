@@ -1,7 +1,5 @@
 """The time that each phase of a step takes on this rank."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from typing import Any

@@ -1,7 +1,5 @@
 """The device that a rank computes on: its choice, checks between ranks, and repetition of bits."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any

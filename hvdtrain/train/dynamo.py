@@ -5,8 +5,6 @@ compilation (torch/optim/optimizer.py, torch/_compile.py). That is half of a wor
 no effect unless something is compiled.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Exact evaluation: each sample counts once, for any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

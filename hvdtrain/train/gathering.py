@@ -12,8 +12,6 @@ features with the gradient from the second. This is gradient caching (Gao et al.
 Contrastive Learning Batch Size under Memory Limited Setup", 2021).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

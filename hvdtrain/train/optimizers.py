@@ -1,7 +1,5 @@
 """Optimizers by name."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any

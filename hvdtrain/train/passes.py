@@ -5,8 +5,6 @@ Without the guards here such a line is refused on several workers alone, where g
 reduced, or on none: the run then learns something else, with an exit code of 0.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterator, Sequence

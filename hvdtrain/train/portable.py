@@ -6,8 +6,6 @@ of NumPy, deques, paths, dates and times are kept as such ones, marked with thei
 weights takes dense tensors of real numbers: others are stored as such, and their form is recorded.
 """
 
-from __future__ import annotations
-
 import datetime
 import io
 from collections import deque

@@ -3,8 +3,6 @@
 A schedule is a linear warm-up to the peak rate, then a shape: the fraction of the peak at a step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ own, and random generators of its own. Gradients are added in the order in which
 if that is known; otherwise in float64, with a bound of what the order can change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 

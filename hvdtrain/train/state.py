@@ -1,7 +1,5 @@
 """Capture and restoration of the complete state of a training loop between two steps."""
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ exchanged and stored: confusions of 22,000 classes have 484 million cells, but a
 entries as there are samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

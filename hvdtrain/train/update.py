@@ -1,7 +1,5 @@
 """Use of the reduced gradients: check, unscaling, clipping, optimizer step, moving average."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

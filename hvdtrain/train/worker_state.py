@@ -4,8 +4,6 @@ Forward passes change some buffers on each rank by itself. The generators are th
 and device), of Python and of NumPy.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -8,8 +8,6 @@ runs end with the same bits for every number of ranks, also with dropout and bat
 Prior art: VirtualFlow (Or et al., MLSys 2022), EasyScale (Li et al., SC 2023).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -43,7 +43,7 @@ CONCEPTS = {
     ),
     "hooks around every module": (
         r"\.register_forward_hook\(",
-        {"hvdtrain.audit.passes", "hvdtrain.evidence.verify_n.passes"},  # of all; of suspects
+        {"hvdtrain.audit.digests", "hvdtrain.evidence.verify_n.passes"},  # of all; of suspects
     ),
     "reading YAML": (r"yaml\.compose\(", {"hvdtrain.config.options"}),
     "ratios of paired rounds": (r"statistics\.quantiles\(", {"hvdtrain.lab.bench.rounds"}),

@@ -6,8 +6,6 @@ sums       edits of sums over ranks: their order, how they wait, how they fail
 runner     edits of horovodrun: how it starts workers
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Edits that let Horovod compile here: newer compilers, Pythons and torch, and what torch needs."""
 
-from __future__ import annotations
-
 from hvdtrain.horovod_build.edits.edit import Edit
 
 # Paths of the libraries of torch, of NVIDIA's wheels beside it, and of PyPI's Open MPI, relative to

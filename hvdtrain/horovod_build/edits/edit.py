@@ -1,7 +1,5 @@
 """An edit of Horovod's published source, and how all of them are applied, with files of ours."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Edits of horovodrun: the Python, the shell and the connections by which it starts workers."""
 
-from __future__ import annotations
-
 from hvdtrain.horovod_build.edits.edit import Edit
 
 _ANY_SHELL = (

@@ -1,7 +1,5 @@
 """Edits of how sums are formed: by whom, in which order, how ranks wait, and how a sum fails."""
 
-from __future__ import annotations
-
 from hvdtrain.horovod_build.edits.edit import Edit
 
 _IDLE = (

@@ -16,8 +16,6 @@ trainings        the host's end of it: one training on each core and GPU, run by
 examination      all checks, and `preflight`, the quick part with which `launch` begins
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

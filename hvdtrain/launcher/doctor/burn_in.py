@@ -5,8 +5,6 @@ another one reveals a processor, a card or memory that computes wrong results, o
 other symptom. The results are checked by `check_burn_in`.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter, defaultdict

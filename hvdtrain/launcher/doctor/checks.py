@@ -1,7 +1,5 @@
 """Checks between hosts: software, users, names, network. Pure, facts -> findings."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ The quick part: ssh, same software, user and path, a way back to this machine. A
 facts of the machines, clocks, every pair's network, shared files, and a ring.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import secrets

@@ -3,8 +3,6 @@
 `root` replaces / for the kernel's files, so that tests can describe other machines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

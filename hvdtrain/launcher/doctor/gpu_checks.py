@@ -1,7 +1,5 @@
 """Checks of the GPUs: pure, facts -> findings. `slots`: number of workers by host.address."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 

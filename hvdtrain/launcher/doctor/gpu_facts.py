@@ -2,8 +2,6 @@
 nvidia-ml-py; without the package, a few of them from nvidia-smi.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checks of the machines: pure, facts -> findings. `slots`: number of workers by host.address."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hvdtrain.launcher.doctor import (

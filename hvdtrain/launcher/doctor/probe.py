@@ -4,8 +4,6 @@ It reads requests, one JSON object per line, and answers each by a marker line a
 so output of login scripts does not matter. It ends with its standard input, or by an alarm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

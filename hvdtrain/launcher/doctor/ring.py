@@ -1,7 +1,5 @@
 """A ring over all hosts: `hvdtrain verify` under horovodrun, one worker per host."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -2,8 +2,6 @@
 machine), a protocol of lines, hosts in parallel, every wait bounded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ ssh reports all failures by exit code 255, so OpenSSH's text is matched; unknown
 unchanged.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

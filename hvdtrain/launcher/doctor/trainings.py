@@ -1,7 +1,5 @@
 """The burn-in of one host, by its probe: a process on each core and each GPU repeats a training."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

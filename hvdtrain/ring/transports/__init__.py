@@ -6,8 +6,6 @@ tcp   authenticated sockets, for training, scripts and verify
 mpi   mpi4py on the MPI that Horovod has initialised, for comparative measurements
 """
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

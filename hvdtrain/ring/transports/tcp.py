@@ -6,8 +6,6 @@ is useless. Connections that fail the handshake are closed, and the ring is not 
 payload itself is not encrypted, as in Gloo and MPI.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets
