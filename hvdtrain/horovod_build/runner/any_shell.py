@@ -42,7 +42,7 @@ def with_quoted_folders(command: str) -> str:
     folders = {str(Path(sys.executable).parents[1]), os.environ.get("OPAL_PREFIX")}
     longest_first = sorted(filter(None, folders), key=len, reverse=True)
     pattern = "|".join(map(re.escape, longest_first))
-    return re.sub(pattern, lambda found: shlex.quote(found[0]), command)
+    return re.sub(pattern, lambda folder: shlex.quote(folder[0]), command)
 
 
 if __name__ == "__main__":
