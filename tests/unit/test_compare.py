@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -153,7 +154,7 @@ class TwoWorkers(Strategy):
 
 
 def result(name: str, begun_s: float, ended_s: float, **changes: object) -> dict[str, object]:
-    values = {"samples": 60, "phases_s": PHASES_S, "traffic": {name: Traffic(8, 9, 1)._asdict()}}
+    values = {"samples": 60, "phases_s": PHASES_S, "traffic": {name: asdict(Traffic(8, 9, 1))}}
     values |= {"peak_memory_bytes": 1000, "notes": ["the same"], "figures": {}}
     return {"name": name, "begun_s": begun_s, "ended_s": ended_s} | values | changes
 

@@ -31,7 +31,6 @@ from hvdtrain.errors import EXIT_OK, TrainingError, UsageError
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.gpus import OwnGpu, find_devices, find_own_gpu
-from hvdtrain.files import write_json
 from hvdtrain.lab.bench import saving
 from hvdtrain.lab.bench.loops import (
     ENDLESS,
@@ -44,8 +43,9 @@ from hvdtrain.lab.bench.loops import (
     run_rounds,
     script_step,
 )
+from hvdtrain.lab.bench.outcome import Outcome, publish
 from hvdtrain.lab.bench.rounds import Ratio, columns, plan_of, ratio, ratio_lines
-from hvdtrain.log import counted, say
+from hvdtrain.log import counted
 from hvdtrain.network import address_of
 from hvdtrain.ring import all_reduce
 from hvdtrain.ring.operations import Array
@@ -83,8 +83,8 @@ def run(arguments: dict[str, Any], topology: Topology) -> int:
     measured = BENCHES[arguments["bench"]](options, exchange)
     if exchange.rank == 0:
         workers = f"{counted(exchange.size, 'worker')} ({exchange.controller})"
-        say(table(arguments["bench"], options, measured, workers))
-        write_json(arguments["json"], {"device": options.device} | asdict(measured))
+        text = table(arguments["bench"], options, measured, workers)
+        publish(Outcome([text], {"device": options.device} | asdict(measured)), arguments)
     exchange.close()
     return EXIT_OK
 

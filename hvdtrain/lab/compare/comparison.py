@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from multiprocessing.context import ForkServerContext
@@ -32,7 +32,7 @@ from hvdtrain.lab.compare.rows import (
     summary_line,
 )
 from hvdtrain.lab.systems import ORACLE, find_strategy
-from hvdtrain.lab.systems.contract import Spec, SystemOptions, Traffic
+from hvdtrain.lab.systems.contract import Spec, SystemOptions
 from hvdtrain.lab.systems.process import fork_server, run_system
 from hvdtrain.lab.systems.work import BY_SHARE, Work, WorkSpec
 from hvdtrain.launcher.horovodrun import find_controller
@@ -150,12 +150,5 @@ def as_json(setting: Comparison, rows: Sequence[Row]) -> dict[str, Any]:
         "shape": setting.shape,
         "parameters": setting.parameters,
         "gradient_bytes": setting.gradient_bytes,
-        "rows": [
-            asdict(row) | {"traffic": _by_rank(row.traffic), "formula": _by_rank(row.formula)}
-            for row in rows
-        ],
+        "rows": [asdict(row) for row in rows],
     }
-
-
-def _by_rank(traffic: Mapping[str, Traffic] | None) -> dict[str, Any] | None:
-    return None if traffic is None else {rank: t._asdict() for rank, t in traffic.items()}

@@ -187,7 +187,7 @@ def run_steps(strategy: Strategy) -> dict[str, Any]:
     ended_s, after = time.monotonic(), strategy.traffic()
     traffic = None
     if before and after:
-        traffic = {n: total.since(before[n]).over(steps)._asdict() for n, total in after.items()}
+        traffic = {n: asdict(total.since(before[n], steps)) for n, total in after.items()}
     return {
         "begun_s": begun_s,  # monotonic clock of the machine, shared by all processes
         "ended_s": ended_s,
