@@ -28,7 +28,7 @@ from hvdtrain.run.script import ScriptTask
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Audit
 from hvdtrain.train.metering import Meter
-from hvdtrain.train.step import Step, train_step
+from hvdtrain.train.step import Step, compute
 
 DATA = "synthetic:1x28x28"
 SAMPLES = 16384  # of a DataLoader
@@ -122,21 +122,29 @@ def endless_steps(job: Job, rank: int) -> Iterator[StepData]:
         yield from job.feed.epoch(epoch * job.sampler.samples, job.total_steps, rank)
 
 
-def our_step(job: Job, exchange: Exchange, audit: Audit = NO_AUDITS) -> Callable[[], None]:
-    """Return the step of `train`, a collective: weighted loss, sums over ranks, schedule, clock."""
+def our_step(
+    job: Job,
+    exchange: Exchange,
+    audit: Audit = NO_AUDITS,
+    passes: Callable[[Step], object] = compute,
+) -> Callable[[], None]:
+    """Return the step of `train`, a collective: weighted loss, sums over ranks, schedule, clock.
+
+    `passes`: makes the passes of a step, and its update.
+    """
     meter = Meter(exchange, job.sampler.samples, job.task.metrics)
     steps, numbers = endless_steps(job, exchange.rank), itertools.count(1)
 
-    def step() -> None:
+    def run() -> None:
         number = next(numbers)
         meter.begin_step(number)
-        data = next(steps)
-        sums = train_step(job, exchange, audit, number, data, meter.clock)
-        meter.end_step(sums, number, data.samples)
+        step = Step(job, exchange, audit, number, next(steps), meter.clock)
+        passes(step)
+        meter.end_step(step.close(), number, step.samples)
         if number % job.intervals.log == 0:
             meter.read_interval()
 
-    return step
+    return run
 
 
 def bare_step(options: Options, exchange: Exchange) -> Callable[[], None]:
@@ -184,39 +192,26 @@ def _bare(
 
 def script_step(options: Options, exchange: Exchange) -> Callable[[], None]:
     """Return the step of a script with `hvdtrain.Loop` over a DataLoader, a collective."""
-    job = _script_job(options, exchange)
-    meter = Meter(exchange, job.sampler.samples, job.task.metrics)
-    steps, numbers = endless_steps(job, exchange.rank), itertools.count(1)
-
-    def run() -> None:
-        number = next(numbers)
-        meter.begin_step(number)
-        step = Step(job, exchange, NO_AUDITS, number, next(steps), meter.clock)
-        for inputs, labels in step.batches():
-            loss = functional.cross_entropy(job.model(inputs), labels, reduction="sum")
-            step.backward(loss, len(labels))
-        step.update()
-        meter.end_step(step.close(), number, step.samples)
-        if number % job.intervals.log == 0:
-            meter.read_interval()
-
-    return run
-
-
-def _script_job(options: Options, exchange: Exchange) -> Job:
-    """Collective: return what `hvdtrain.Loop` makes of a model, an optimizer and a DataLoader."""
     work, shares = make_work(options, exchange.size), Shares(exchange.size)
     split = split_of(DataLoader(samples_of(work), options.batch_size, shuffle=True))
     sampler = GlobalBatchSampler(SAMPLES, options.batch_size * exchange.size, seed=0)
     optimizer = work.optimizer(trained(work.model))
+    # What `hvdtrain.Loop` makes of a model, an optimizer and a DataLoader.
     job = replace(
         job_of(work, optimizer, shares, device=torch.device(options.device)),
         task=ScriptTask(None, (), None, "loss", False),
         data=Splits("script", split, split),
         feed=Feed(split, sampler, shares, 1, everyone=False),
         schedule=None,
-    )
-    return job.distributed(exchange)
+    ).distributed(exchange)
+
+    def passes(step: Step) -> None:
+        for inputs, labels in step.batches():
+            loss = functional.cross_entropy(job.model(inputs), labels, reduction="sum")
+            step.backward(loss, len(labels))
+        step.update()
+
+    return our_step(job, exchange, passes=passes)
 
 
 def samples_of(work: Work) -> TensorDataset:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import psutil
 
@@ -212,7 +212,7 @@ class Results(Generic[CaseKind]):
         A failed round is NaN there.
         """
         runs = [
-            asdict(case)
+            asdict(cast(Any, case))
             | {
                 "samples_per_s": rates,
                 "cores": {
