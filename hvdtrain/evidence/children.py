@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.horovodrun import horovodrun_environment
+from hvdtrain.launcher.horovodrun import (
+    HorovodrunOptions,
+    horovodrun_argv,
+    horovodrun_environment,
+)
 from hvdtrain.launcher.processes import marked, send_signal
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -175,6 +179,11 @@ def explain(folder: Path, codes: Sequence[int | None]) -> str:
 def read_json(path: Path) -> Result:
     content: Result = json.loads(path.read_text("utf-8"))
     return content
+
+
+def on_this_machine(workers: int, controller: str, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs `argv` on this many workers of this machine."""
+    return horovodrun_argv(HorovodrunOptions(workers, controller, [("localhost", workers)]), argv)
 
 
 def end_marked(name: str, mark: str) -> None:

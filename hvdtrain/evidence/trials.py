@@ -20,9 +20,9 @@ from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import LOOP_OPTIONS
 from hvdtrain.documents import read_json
 from hvdtrain.errors import EXIT_USAGE, TrainingError
-from hvdtrain.evidence.children import CommandProcess, guarded, wait_while
+from hvdtrain.evidence.children import CommandProcess, guarded, on_this_machine, wait_while
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv, search_path
+from hvdtrain.launcher.horovodrun import search_path
 from hvdtrain.launcher.processes import marked
 from hvdtrain.records.folders import SUMMARY
 
@@ -66,10 +66,7 @@ class Training:
         if not self.is_script:
             flags = (f"{flag_of(name)}={value}" for name, value in options.items())
             command = [*module_argv("hvdtrain.cli"), "train", *self.words, *flags]
-        if workers == 1:
-            return command
-        launch = HorovodrunOptions(workers, self.controller, [("localhost", workers)])
-        return horovodrun_argv(launch, command)
+        return command if workers == 1 else on_this_machine(workers, self.controller, command)
 
     def environment(self, options: Mapping[str, object]) -> dict[str, str]:
         """Return the variables of a run."""

@@ -32,7 +32,6 @@ from hvdtrain.lab.bench.contestants import (
     spec_of,
 )
 from hvdtrain.lab.bench.jobs import logged_steps, on_workers, train_argv
-from hvdtrain.lab.bench.outcome import publish
 from hvdtrain.lab.bench.rounds import in_turn, ratio_within_rounds
 from hvdtrain.lab.bench.scaling import (
     ScalingPlan,
@@ -42,6 +41,7 @@ from hvdtrain.lab.bench.scaling import (
     table,
 )
 from hvdtrain.lab.bench.turns import CpuTime, Results, cpu_table, measure_cases
+from hvdtrain.lab.outcome import publish
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.topology import Topology
 

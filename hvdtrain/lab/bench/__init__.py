@@ -4,7 +4,6 @@ Machines are noisy: absolute times are shown, but the ratios within a round are 
 compare; their median and spread are given. The command is hvdtrain/cli/bench.py.
 
 turns                      concurrent jobs, each of which computes while the others are stopped
-outcome                    what a bench prints and writes
 rounds                     contestants one after the other; ratios, and tables of them
 jobs                       commands and logged steps
 scaling, contestants       workers of one host, beside DDP and the limit of the machine

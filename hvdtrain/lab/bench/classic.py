@@ -18,7 +18,7 @@ from typing import Any
 from hvdtrain.data.builtin import FASHION_FOLDER, FILES
 from hvdtrain.evidence.children import run_command
 from hvdtrain.lab.bench import jobs, rounds
-from hvdtrain.lab.bench.outcome import Outcome, publish
+from hvdtrain.lab.outcome import Outcome, publish
 from hvdtrain.log import counted, say
 from hvdtrain.report import charts
 from hvdtrain.report.charts import Plot

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hvdtrain.evidence.children import on_this_machine
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.horovodrun import (
-    HorovodrunOptions,
-    horovodrun_argv,
-    horovodrun_environment,
-    in_own_session,
-    settings_for,
-)
+from hvdtrain.launcher.horovodrun import horovodrun_environment, in_own_session, settings_for
 from hvdtrain.records.folders import METRICS, TENSORBOARD
 
 HVDTRAIN = module_argv("hvdtrain.cli")
@@ -51,11 +46,15 @@ def on_workers(
     """
     if workers == 1:
         return [*argv], dict(os.environ)
+    command = on_this_machine(workers, controller, in_own_session(argv))
+    return command, launch_environment(controller, os.environ)
+
+
+def launch_environment(controller: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of horovodrun with the settings of `hvdtrain launch -- train`."""
     # The watchdog has no effect on `train`.
-    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
-    options = HorovodrunOptions(workers, controller, [("localhost", workers)])
-    command = horovodrun_argv(options, in_own_session(argv))
-    return command, horovodrun_environment(os.environ, settings, None)
+    settings = settings_for(controller, environment, watchdog_timeout_s=0, command="train")
+    return horovodrun_environment(environment, settings, None)
 
 
 def log_of(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from hvdtrain.data import GlobalBatchSampler, Shares, SharesLike, Splits, Virtua
 from hvdtrain.data.feeding import Feed, StepData, to_device
 from hvdtrain.exchange import AVERAGE, Exchange
 from hvdtrain.exchange.gpus import synchronize
-from hvdtrain.lab.bench.rounds import Ratio, in_turn
-from hvdtrain.lab.bench.saving import Used
+from hvdtrain.lab.bench.rounds import in_turn
 from hvdtrain.lab.systems.horovod import NO_AUDITS, job_of
 from hvdtrain.lab.systems.work import Work, WorkSpec, trained
 from hvdtrain.run.script import ScriptTask
@@ -47,16 +46,6 @@ class Options:
     megabytes: float
     virtual_workers: int | None = None
     device: str = "cpu"  # torch's name of this rank's device
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The results of a bench within one job."""
-
-    seconds_per_step: dict[str, list[float]]  # by contestant and round
-    ratios: dict[str, Ratio]
-    megabytes: float | None = None  # summed in a step
-    used: Mapping[str, Used] = field(default_factory=dict)  # by process, for a checkpoint
 
 
 def run_rounds(

@@ -27,19 +27,13 @@ from hvdtrain.errors import UsageError
 from hvdtrain.evidence.children import ONE_THREAD, Child
 from hvdtrain.lab.bench import contestants, jobs, rounds
 from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, ScalingCase
-from hvdtrain.lab.bench.outcome import publish
 from hvdtrain.lab.bench.rounds import Ratio
 from hvdtrain.lab.bench.scaling import LOG_INTERVALS, OTHER_LOG_INTERVAL, examine
 from hvdtrain.lab.bench.turns import PausableJob, TurnJob, cpu_table, measure_cases
 from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
+from hvdtrain.lab.outcome import publish
 from hvdtrain.lab.systems.process import write_spec
-from hvdtrain.launcher.horovodrun import (
-    HorovodrunOptions,
-    horovodrun_argv,
-    horovodrun_environment,
-    mpi_prefix,
-    settings_for,
-)
+from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv, mpi_prefix
 from hvdtrain.log import counted, say
 from hvdtrain.models import build_model
 
@@ -162,8 +156,7 @@ def _ours(
     prefix = mpi_prefix() if controller == "mpi" else None
     options = HorovodrunOptions(case.work.workers, controller, names, INTERFACE, mpi_prefix=prefix)
     argv = horovodrun_argv(options, jobs.train_argv(folder, contestants.train_flags(case.work)))
-    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
-    variables = horovodrun_environment(os.environ | ONE_THREAD, settings, None)
+    variables = jobs.launch_environment(controller, os.environ | ONE_THREAD)
     variables |= contestants.waiting(time_limit_s)
     log = folder / "process-0.log"
     begin = partial(OnHosts, hosts, range(case.hosts), argv, variables, log)

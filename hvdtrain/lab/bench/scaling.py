@@ -22,9 +22,9 @@ from hvdtrain.data.builtin import read_spec
 from hvdtrain.errors import UsageError, refuse
 from hvdtrain.lab.bench import contestants, rounds
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
-from hvdtrain.lab.bench.outcome import publish
 from hvdtrain.lab.bench.rounds import Ratio, median, ratio_within_rounds
 from hvdtrain.lab.bench.turns import cpu_table, measure_cases
+from hvdtrain.lab.outcome import publish
 from hvdtrain.lab.systems.process import fork_server
 from hvdtrain.log import counted, say
 from hvdtrain.models import build_model

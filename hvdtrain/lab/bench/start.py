@@ -25,8 +25,8 @@ from typing import Any
 from hvdtrain.evidence.children import run_command
 from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.bench import ddp_script, jobs, rounds, stamp
-from hvdtrain.lab.bench.outcome import Outcome, publish
 from hvdtrain.lab.bench.rounds import Ratio
+from hvdtrain.lab.outcome import Outcome, publish
 from hvdtrain.log import counted, say
 from hvdtrain.report import charts
 from hvdtrain.report.charts import Plot

@@ -25,8 +25,8 @@ import psutil
 from hvdtrain.errors import Stopped
 from hvdtrain.evidence.children import POLL_S, Child, ChildFailure, all_ended
 from hvdtrain.lab.bench.jobs import Logged, steps_per_s
-from hvdtrain.lab.bench.outcome import Outcome
 from hvdtrain.lab.bench.rounds import columns, in_turn, median
+from hvdtrain.lab.outcome import Outcome
 from hvdtrain.launcher.processes import send_signal
 from hvdtrain.log import duration
 from hvdtrain.report.charts import Plot

@@ -12,8 +12,8 @@ import itertools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, astuple, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,6 @@ from hvdtrain.exchange.gpus import OwnGpu, find_devices, find_own_gpu
 from hvdtrain.lab.bench import saving
 from hvdtrain.lab.bench.loops import (
     ENDLESS,
-    Measured,
     Options,
     bare_loader_step,
     bare_step,
@@ -43,8 +42,9 @@ from hvdtrain.lab.bench.loops import (
     run_rounds,
     script_step,
 )
-from hvdtrain.lab.bench.outcome import Outcome, publish
 from hvdtrain.lab.bench.rounds import Ratio, columns, plan_of, ratio, ratio_lines
+from hvdtrain.lab.bench.saving import Used
+from hvdtrain.lab.outcome import Outcome, publish
 from hvdtrain.log import counted
 from hvdtrain.network import address_of
 from hvdtrain.ring import all_reduce
@@ -69,6 +69,17 @@ BARE_HOROVOD, BARE_ALONE = "bare Horovod loop", "bare single-device loop"
 SCRIPT, OVER_LOADER = "hvdtrain.Loop", ", over a DataLoader"
 OUR_RING, ON_GPUS = "our ring", "Horovod, on GPUs"
 ITEM_BYTES = 4  # of float32
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The results of a bench within one job."""
+
+    seconds_per_step: dict[str, list[float]]  # by contestant and round
+    ratios: dict[str, Ratio]
+    megabytes: float | None = None  # summed in a step
+    used: Mapping[str, Used] = field(default_factory=dict)  # by process, for a checkpoint
+
 
 Sum = Callable[[Array], Array]  # from this rank's values to the sum over ranks, possibly in place
 

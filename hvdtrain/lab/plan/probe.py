@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.evidence.children import ChildFailure, run_command
+from hvdtrain.evidence.children import ChildFailure, on_this_machine, run_command
 from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.plan.predicting import Link, negotiation_messages
 from hvdtrain.lab.plan.profiles import (
@@ -50,11 +50,7 @@ from hvdtrain.lab.plan.profiles import (
     wrong_rows,
     wrong_values,
 )
-from hvdtrain.launcher.horovodrun import (
-    HorovodrunOptions,
-    horovodrun_argv,
-    horovodrun_environment,
-)
+from hvdtrain.launcher.horovodrun import horovodrun_environment
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.horovod import HorovodExchange
@@ -174,8 +170,8 @@ def measure_network(controller: str) -> Network:
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as folder:
         file = Path(folder, "network.json")
-        options = HorovodrunOptions(2, controller, [("localhost", 2)])
-        argv = horovodrun_argv(options, [*module_argv("hvdtrain.lab.plan.probe"), str(file)])
+        program = [*module_argv("hvdtrain.lab.plan.probe"), str(file)]
+        argv = on_this_machine(2, controller, program)
         environment = horovodrun_environment(os.environ, {}, None)
         try:
             run_command(argv, environment, file.parent, LIMIT_S, "not finished after {:g} s")

@@ -30,6 +30,7 @@ from hvdtrain.evidence.children import (
     Child,
     CommandProcess,
     Result,
+    on_this_machine,
     read_json,
     watch,
 )
@@ -38,7 +39,7 @@ from hvdtrain.interpreter import module_argv, peak_memory, started_elsewhere
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.lab.systems.contract import Member, Spec, Strategy
 from hvdtrain.lab.systems.work import Work, WorkSpec
-from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv, in_own_session
+from hvdtrain.launcher.horovodrun import in_own_session
 from hvdtrain.topology import Topology
 
 WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps
@@ -106,8 +107,7 @@ def start_system(
     folder.mkdir(mode=0o700)
     argv = write_spec(spec)
     if strategy.under_horovodrun:
-        options = HorovodrunOptions(spec.workers, controller, [("localhost", spec.workers)])
-        command = horovodrun_argv(options, in_own_session(argv))
+        command = on_this_machine(spec.workers, controller, in_own_session(argv))
         children.append(CommandProcess(command, folder / "process-0.log"))
         return
     for number in range(len(strategy.processes(spec))):

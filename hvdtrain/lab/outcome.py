@@ -1,4 +1,4 @@
-"""The outcome of a bench: tables, JSON and plots, printed and written in one way for all."""
+"""The outcome of a measurement: tables, JSON and plots, printed and written in one way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.report.charts import Plot, write_plots
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a bench, as it shows them."""
+    """The results of a measurement, as they are shown."""
 
     tables: Sequence[str]
     content: Mapping[str, Any]  # of --json
