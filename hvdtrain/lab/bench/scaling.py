@@ -25,7 +25,7 @@ from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, Scalin
 from hvdtrain.lab.bench.rounds import Ratio, median, ratio_within_rounds
 from hvdtrain.lab.bench.turns import cpu_table, measure_cases
 from hvdtrain.lab.outcome import publish
-from hvdtrain.lab.systems.process import fork_server
+from hvdtrain.lab.systems.process import start_fork_server
 from hvdtrain.log import counted, say
 from hvdtrain.models import build_model
 from hvdtrain.report import charts
@@ -85,15 +85,11 @@ def run(arguments: dict[str, Any]) -> int:
     plan = rounds.plan_of(ScalingPlan, arguments)
     with rounds.scratch_folder("scaling") as folder:
         examine(plan.models, plan.cases())
+        start_fork_server()
         results = measure_cases(
             plan.cases(),
             CONTESTANTS,
-            partial(
-                contestants.start,
-                controller=plan.controller,
-                time_limit_s=plan.time_limit_s,
-                context=fork_server(),
-            ),
+            partial(contestants.start, controller=plan.controller, time_limit_s=plan.time_limit_s),
             rounds=plan.rounds,
             turn_s=plan.turn_s,
             folder=folder,

@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from hvdtrain import __version__
 from hvdtrain.lab.compare.rows import (
     AGREES,
     DISAGREES,
@@ -29,8 +28,8 @@ from hvdtrain.lab.compare.rows import (
     summary_line,
 )
 from hvdtrain.report import charts
-from hvdtrain.report.charts import GREY, Plot, label_rows, write_plots
-from hvdtrain.report.page import NOTHING, PAGE, Table, templates
+from hvdtrain.report.charts import GREY, Plot, label_rows
+from hvdtrain.report.page import NOTHING, Table, write_page
 from hvdtrain.report.plots import PHASE_COLOURS
 from hvdtrain.train.clock import PHASES
 
@@ -44,14 +43,15 @@ ALPHAS = (0.9, 0.6)  # of bars side by side, in turn
 FAINTEST = 1e-17  # stands for a difference of zero on the logarithmic axis
 
 
-def write_page(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
+def write_comparison(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
     """Write plots and page into `folder`, the page last; return the path of the page.
 
     Text from files or flags is escaped.
     """
-    plots = draw_plots(rows)
-    template = templates(Path(__file__).parent).get_template("compare.html.jinja")
-    page = template.render(
+    return write_page(
+        Path(__file__).parent / "compare.html.jinja",
+        draw_plots(rows),
+        folder,
         title=f"{len(rows)} ways compared, N = {setting.plan.workers}",
         description=describe(setting),
         verdict=summary_line(rows),
@@ -59,10 +59,7 @@ def write_page(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
         systems=table_of_systems(rows),
         ranks=table_of_ranks(rows),
         notes=[(row.system, explain(row)) for row in rows],
-        plots=plots,
-        version=__version__,
     )
-    return write_plots(plots, folder, {PAGE: page})[-1]
 
 
 def table_of_systems(rows: Sequence[Row]) -> Table:
