@@ -87,7 +87,7 @@ def run(arguments: dict[str, Any]) -> int:
 def ratios_of(starts: Starts) -> dict[str, Ratio]:
     """Return our times as multiples of the peers' in the same round."""
     totals = {name: [one.total_s for one in runs] for name, runs in starts.items()}
-    return {f"{ours} / {other}": rounds.ratio(totals[ours], totals[other]) for ours, other in PAIRS}
+    return rounds.paired(totals, {f"{ours} / {other}": (ours, other) for ours, other in PAIRS})
 
 
 def start(plan: StartPlan, name: str, folder: Path) -> Started:
