@@ -110,6 +110,11 @@ def from_python(name: str, value: Any) -> Any:
     raise ValueError(f"{name}={value!r}: expected {option.type.__name__}, not {kind}")
 
 
+def explicit_options(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those of `names` that the command line gives."""
+    return {name: arguments[name] for name in names if arguments.get(name) is not None}
+
+
 def known_options(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a checkpoint's options that this version has. Raises ValueError."""
     options = train_options()

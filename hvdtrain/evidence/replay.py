@@ -20,7 +20,12 @@ import torch
 from hvdtrain.audit.digests import digest_of, text_of
 from hvdtrain.audit.trace import Tracer, TraceRecord, first_difference
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.options import MAY_NAME_CODE, build_config, train_options
+from hvdtrain.config.options import (
+    MAY_NAME_CODE,
+    build_config,
+    explicit_options,
+    train_options,
+)
 from hvdtrain.config.plugins import refuse_code_of
 from hvdtrain.data import Shares, VirtualShares
 from hvdtrain.data.splits import difference
@@ -133,7 +138,7 @@ def config_of(
     """Return the run's configuration for one process. Raises UsageError if it cannot have one."""
     options = train_options()
     stored = {name: value for name, value in run.config.items() if name in options}
-    explicit = {name: arguments[name] for name in overrides if arguments.get(name) is not None}
+    explicit = explicit_options(arguments, overrides)
     if not arguments["trust_code"]:
         left = {f"--{name}": stored.get(name) for name in MAY_NAME_CODE if name not in explicit}
         refuse_code_of(run.path, left, run.config.get("script"))

@@ -1,4 +1,7 @@
-"""Commands that measure and verify.
+"""Commands that measure: `bench`, `compare` and `plan`.
 
-verify, verify-resume, verify-n, compare, bench, plan and report.
+bench, compare, plan  a folder for each command
+systems               ways to train on N devices, which `compare` runs
+hosts                 hosts made of Linux namespaces on this machine
+outcome               tables, JSON and plots of a measurement, printed and written
 """

@@ -6,15 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import yaml
 
 from hvdtrain import __version__
-from hvdtrain.report.charts import look_of, write_plots
+from hvdtrain.report.charts import Plot, look_of, write_plots
 from hvdtrain.report.plots import draw_plots
 from hvdtrain.report.runs import Record, Run, number
 
+HERE = Path(__file__).parent
 PAGE = "index.html"
 NOTHING = "–"
 HASH_LETTERS = 12
@@ -34,30 +36,35 @@ def write_report(runs: Sequence[Run], folder: Path) -> Path:
     Raises UsageError where they cannot be written.
     """
     plots, absent = draw_plots(runs)
-    template = templates().get_template("page.html.jinja")
-    page = template.render(
+    return write_page(
+        HERE / "page.html.jinja",
+        plots,
+        folder,
         title=f"{len(runs)} runs compared" if len(runs) > 1 else f"Run {runs[0].name}",
         results=compare_runs(runs),
         colours=[look_of(i)["color"] for i in range(len(runs))],
         notes=[(run.name, notes) for run in runs if (notes := notes_of(run))],
         options=compare_options(runs),
         alone=len(runs) == 1,
-        plots=plots,
         absent=absent,
-        version=__version__,
     )
-    return write_plots(plots, folder, {PAGE: page})[-1]
 
 
-def templates(*folders: Path) -> jinja2.Environment:
-    """Return an environment of the templates in `folders` and here, which escapes all values."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
+def write_page(template: Path, plots: Sequence[Plot], folder: Path, **values: Any) -> Path:
+    """Write plots and a page with them and `values`, which are escaped; return its path.
+
+    The template may include those in this folder. Raises UsageError where they cannot be written.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([template.parent, HERE]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    content = {"plots": plots, "version": __version__, **values}
+    text = environment.get_template(template.name).render(content)
+    return write_plots(plots, folder, {PAGE: text})[-1]
 
 
 def compare_runs(runs: Sequence[Run]) -> Table:

@@ -62,6 +62,22 @@ CURVES: tuple[tuple[str, str, str, Style], ...] = (
     ),
     ("evaluations", "valid_", "valid", {"marker": "D", "markersize": 4}),
 )
+# Of figures of logged steps: what `_draw` is called with.
+THROUGHPUT: dict[str, Any] = {
+    "name": "throughput",
+    "title": "Throughput",
+    "label": "samples per second",
+    "caption": "Samples per second over all workers, since the logged step before.",
+    "from_zero": True,
+}
+LEARNING_RATE: dict[str, Any] = {
+    "name": "learning-rate",
+    "title": "Learning rate",
+    "label": "learning rate",
+    "caption": "The learning rate that the optimizer used at each logged step.",
+    "from_zero": True,
+    "may_be_log": False,
+}
 
 
 @dataclass(frozen=True)
@@ -81,9 +97,9 @@ def draw_plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
     drawn: dict[str, Sequence[Plot | None]] = {
         "loss": [draw_metric(runs, "loss")],
         "accuracy or another metric": [draw_metric(runs, metric) for metric in metrics],
-        "throughput": [draw_throughput(runs)],
+        "throughput": [_draw(runs, _lines(runs, "steps", "samples_per_s"), **THROUGHPUT)],
         "time per phase of a step": [draw_phases(runs)],
-        "learning rate": [draw_learning_rate(runs)],
+        "learning rate": [_draw(runs, _lines(runs, "steps", "lr"), **LEARNING_RATE)],
         "audits": [draw_audits(runs)],
         "confusion matrix": draw_confusions(runs),
     }
@@ -121,33 +137,6 @@ def draw_metric(runs: Sequence[Run], metric: str) -> Plot | None:
         title=title,
         label=label,
         caption=f"{what}: thin by logged step, round by epoch, diamonds in validation.",
-    )
-
-
-def draw_throughput(runs: Sequence[Run]) -> Plot | None:
-    """Plot samples per second over all workers."""
-    return _draw(
-        runs,
-        _lines(runs, "steps", "samples_per_s"),
-        name="throughput",
-        title="Throughput",
-        label="samples per second",
-        caption="Samples per second over all workers, since the logged step before.",
-        from_zero=True,
-    )
-
-
-def draw_learning_rate(runs: Sequence[Run]) -> Plot | None:
-    """Plot the learning rate."""
-    return _draw(
-        runs,
-        _lines(runs, "steps", "lr"),
-        name="learning-rate",
-        title="Learning rate",
-        label="learning rate",
-        caption="The learning rate that the optimizer used at each logged step.",
-        from_zero=True,
-        may_be_log=False,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdtrain.config.fields import flag_of
-from hvdtrain.config.options import MAY_NAME_CODE, build_config, known_options
+from hvdtrain.config.options import MAY_NAME_CODE, build_config, explicit_options, known_options
 from hvdtrain.config.plugins import is_plugin, refuse_code_of, refuse_data_of
 from hvdtrain.data import Shares
 from hvdtrain.data.image_files import EXTENSIONS, images_under, left_out
@@ -76,7 +76,7 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
         _parsed(source, check, {"script": command}, {"script": [str]})
         if not arguments["trust_code"]:
             refuse_code_of(source, {}, command)
-        if refused := [name for name in _explicit(arguments, overrides) if name != "device"]:
+        if refused := [name for name in explicit_options(arguments, overrides) if name != "device"]:
             raise UsageError(
                 f"{flag_of(refused[0])}: {source} is the run of a script, which decides "
                 "that itself: leave it out"
@@ -90,7 +90,7 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     stored = _parsed(source, known_options, takeaway["config"])
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
     recorded = _chosen(source, stored, overrides, arguments)
-    config = build_config(_explicit(arguments, overrides), recorded=recorded)
+    config = build_config(explicit_options(arguments, overrides), recorded=recorded)
     if (config.model.num_classes or 0) > sum(tensor.numel() for tensor in saved.weights.values()):
         raise UsageError(f"{source}: has {config.model.num_classes:,} classes, and fewer weights")
     task = build_task(config)
@@ -198,7 +198,7 @@ def _chosen(
     """Return `stored` with those of `names` replaced that the command line gives. Raises UsageError
     if the checkpoint alone names code to run, unless --trust-code is given.
     """
-    explicit = _explicit(arguments, names)
+    explicit = explicit_options(arguments, names)
     left = {
         f"--{name}": stored.get(name)
         for name in MAY_NAME_CODE
@@ -208,11 +208,6 @@ def _chosen(
         refuse_code_of(source, left)
         refuse_data_of(source, left.get("--data"))
     return stored | explicit
-
-
-def _explicit(arguments: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the values of those of `names` that the command line gives."""
-    return {name: arguments[name] for name in names if arguments.get(name) is not None}
 
 
 def _parsed(source: Path, parse: Callable[..., Any], *values: Any) -> Any:

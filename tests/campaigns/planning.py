@@ -51,7 +51,7 @@ from hvdtrain.lab.plan.profiles import (
     read_profile,
     share_out,
 )
-from hvdtrain.lab.systems.process import fork_server
+from hvdtrain.lab.systems.process import start_fork_server
 from hvdtrain.lab.systems.work import WorkSpec
 from tests.parallel.launching import CHECKOUT, CONTROLLERS
 
@@ -249,7 +249,8 @@ def _keep(found: dict[str, Any], part: str, name: str, value: object) -> None:
 
 def _train(controller: str, model: str) -> dict[str, list[float]]:
     """Return samples per second of each N and round, over all workers."""
-    how = {"controller": controller, "time_limit_s": LIMIT_S, "context": fork_server()}
+    how = {"controller": controller, "time_limit_s": LIMIT_S}
+    start_fork_server()
     with guarded(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         running = {}
         for workers in WORKERS:

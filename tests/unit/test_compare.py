@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.evidence.children import MARK, ChildFailure, CommandProcess, explain
 from hvdtrain.files import json_ready
 from hvdtrain.lab.compare.comparison import as_json, examine, exit_code, make_spec
-from hvdtrain.lab.compare.page import write_page
+from hvdtrain.lab.compare.page import write_comparison
 from hvdtrain.lab.compare.rows import (
     AGREES,
     DISAGREES,
@@ -171,7 +172,7 @@ class TwoWorkers(Strategy):
 
 
 def result(name: str, begun_s: float, ended_s: float, **changes: object) -> dict[str, object]:
-    values = {"samples": 60, "phases_s": PHASES_S, "traffic": {name: Traffic(8, 9, 1)._asdict()}}
+    values = {"samples": 60, "phases_s": PHASES_S, "traffic": {name: asdict(Traffic(8, 9, 1))}}
     values |= {"peak_memory_bytes": 1000, "notes": ["the same"], "figures": {}}
     return {"name": name, "begun_s": begun_s, "ended_s": ended_s} | values | changes
 
@@ -298,7 +299,7 @@ def test_the_table_shows_each_row() -> None:
 
 def test_the_page_holds_all_and_trusts_no_name(tmp_path: Path) -> None:
     """Fails if a row is missing, a picture lies outside, or a name becomes markup."""
-    path = write_page(ROWS, setting(), tmp_path / "page")
+    path = write_comparison(ROWS, setting(), tmp_path / "page")
     page = path.read_text()
     assert page.count("data:image/png;base64,") == len(list(path.parent.glob("*.png"))) == 5
     assert "<script>" not in page and "<b>badly" not in page
@@ -309,7 +310,7 @@ def test_the_page_holds_all_and_trusts_no_name(tmp_path: Path) -> None:
 
 def test_a_page_without_a_row_that_came_to_its_end(tmp_path: Path) -> None:
     """Fails if there is nothing to draw and so no page at all."""
-    page = write_page(ROWS[-1:], setting(), tmp_path).read_text()
+    page = write_comparison(ROWS[-1:], setting(), tmp_path).read_text()
     assert "horovod" in page and "data:image/png" not in page
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class Cause:
     kind: str
     text: str  # with the names of the modules, and what the experiment has shown
     advice: str
-    modules: tuple[str, ...] = ()
+    modules: Sequence[str] = ()
 
 
 # What two processes with the same seed must have alike, and the cause if they have not.
@@ -60,8 +60,15 @@ def likely_causes(
     `parting`: where the run on `workers` workers parts from the reference. `exact`: with virtual
     workers, so that dropout and batch norm cannot be the cause.
     """
+    in_one_process = replace(
+        config,
+        model=replace(config.model, dtype="float64"),
+        data=replace(config.data, workers=0),
+        precision=replace(config.precision, amp="none", compression="none"),
+        run=replace(config.run, resume=None),
+    )
     config_file = scratch / "causes.yaml"
-    config_file.write_text(dump_yaml(_in_one_process(config)), "utf-8")
+    config_file.write_text(dump_yaml(in_one_process), "utf-8")
     request = {
         "config_file": str(config_file),
         "step": parting.last_equal + 1,
@@ -81,23 +88,10 @@ def likely_causes(
         lines = (failed[0] / "log").read_text("utf-8", errors="replace").splitlines()
         return [], "\n".join([f"{NOTHING}: the experiments failed:", *lines[-LINES_SHOWN:]])
     report, other = (read_json(folder / "report.json") for _, folder in children)
+    # Where two processes differ, gradients of other data or parameters were compared.
     causes = causes_of_processes(report["digests"], other["digests"])
-    if not causes:  # otherwise gradients of other data or parameters were compared
-        causes = [
-            Cause(**{**cause, "modules": tuple(cause["modules"])}) for cause in report["causes"]
-        ]
+    causes = causes or [Cause(**cause) for cause in report["causes"]]
     return causes, None if causes else NOTHING
-
-
-def _in_one_process(config: TrainConfig) -> TrainConfig:
-    """Return the configuration of the experiments."""
-    return replace(
-        config,
-        model=replace(config.model, dtype="float64"),
-        data=replace(config.data, workers=0),
-        precision=replace(config.precision, amp="none", compression="none"),
-        run=replace(config.run, resume=None),
-    )
 
 
 def _start(request: dict[str, Any], folder: Path) -> tuple[CommandProcess, Path]:

@@ -147,38 +147,45 @@ def verify_n(
     first is the reference. Raises UsageError if the configuration is refused for some N,
     TrainingError if training fails.
     """
-    exact, of_run = False, f"{_listed(counts)}, {training.controller}"
     if config is not None:
         exact = config.batch.virtual_workers is not None
         training = replace(training, words=[*training.words, *(() if exact else IN_FLOAT64)])
-        say(_how(of_run, config, exact))
+        say(_how(training, config, counts, exact))
     with scratch_folder("verify-n") as scratch:
-        results: list[TrialResult] = []
-        for workers in counts:
-            run = _run_to_end(training, config, workers, scratch)
-            if config is None and not results:  # only now it is known what the script demands
-                exact = run.summary()["virtual_workers"] is not None
-                say(_how(of_run, config, exact))
-            shares = int(run.summary()["virtual_workers"] or 1)
-            results.append(_compare(run, workers, results[:1], exact))
-            say(results[-1].line())
-            if len(results) > 1 and (results[-1].same or not all(r.same for r in results[:-1])):
-                shutil.rmtree(run.path)  # of those that differ, only the first is looked into
-        apart = next((result for result in results if not result.same), None)
-        explained = unsplit = None
-        if apart:
+        results, virtual_workers = _run_every_n(training, config, counts, scratch)
+        exact, explained, unsplit = virtual_workers is not None, None, None
+        if apart := next((result for result in results if not result.same), None):
             pair = Pair(training, (counts[0], apart.workers), scratch, 0.0 if exact else AGREEMENT)
             explained = _explain(pair, config, apart.gap or Gap())
-        elif exact and shares > 1:
-            unsplit = _compare_unsplit(training, shares, scratch)
+        elif virtual_workers is not None and virtual_workers > 1:
+            unsplit = _compare_unsplit(training, virtual_workers, scratch)
             say(unsplit.line())
     is_wrong = unsplit is not None and not unsplit.same
     say(_verdict(results, exact, explained, is_wrong))
-    write_json(
-        json,
-        _as_json(results, exact, explained) | {"unsplit": asdict(unsplit) if unsplit else None},
-    )
+    write_json(json, _as_json(results, exact, explained, unsplit))
     return EXIT_MISMATCH if explained or is_wrong else EXIT_OK
+
+
+def _run_every_n(
+    training: Training, config: TrainConfig | None, counts: tuple[int, ...], scratch: Path
+) -> tuple[list[TrialResult], int | None]:
+    """Run and compare with each N; return the results, printed at once, and the number of virtual
+    workers.
+    """
+    results: list[TrialResult] = []
+    virtual_workers: int | None = None
+    for workers in counts:
+        run = _run_to_end(training, config, workers, scratch)
+        virtual_workers = run.summary()["virtual_workers"]
+        exact = virtual_workers is not None
+        if config is None and not results:  # only now it is known what the script demands
+            say(_how(training, config, counts, exact))
+        reference = results[0] if results else None
+        results.append(_compare(run, workers, reference, exact))
+        say(results[-1].line())
+        if len(results) > 1 and (results[-1].same or not all(r.same for r in results[:-1])):
+            shutil.rmtree(run.path)  # of those that differ, only the first is looked into
+    return results, virtual_workers
 
 
 def _compare_unsplit(training: Training, shares: int, scratch: Path) -> Unsplit:
@@ -198,9 +205,9 @@ def _compare_unsplit(training: Training, shares: int, scratch: Path) -> Unsplit:
     return Unsplit(shares, *losses)
 
 
-def _how(of_run: str, config: TrainConfig | None, exact: bool) -> str:
-    """Return what is run, and how far runs must agree; `of_run`: every N, and the controller."""
-    text = f"verify-n: one run for each N of {of_run}; "
+def _how(training: Training, config: TrainConfig | None, counts: Sequence[int], exact: bool) -> str:
+    """Return what is run, and how far runs must agree."""
+    text = f"verify-n: one run for each N of {_listed(counts)}, {training.controller}; "
     if exact:
         return f"{text}every N must end with the same bits"
     if config is None:
@@ -230,14 +237,14 @@ def _run_to_end(
     return trial
 
 
-def _compare(run: Trial, workers: int, first: list[TrialResult], exact: bool) -> TrialResult:
-    """Return the difference of a finished run from the `first`, if there is one."""
+def _compare(run: Trial, workers: int, reference: TrialResult | None, exact: bool) -> TrialResult:
+    """Return the difference of a finished run from the reference, unless this is it."""
     digest = run.summary()["params_sha256"]
-    if not first:
+    if reference is None:
         return TrialResult(workers, digest, None, same=True)
-    one, other = map(read_saved, map(newest, (run.path.parent / str(first[0].workers), run.path)))
+    one, other = map(read_saved, map(newest, (run.path.parent / str(reference.workers), run.path)))
     gap = gap_above(AGREEMENT, one, other)
-    same = digest == first[0].params_sha256 if exact else gap is None
+    same = digest == reference.params_sha256 if exact else gap is None
     gaps = [gap] if gap else [largest_gap(one[kind], other[kind]) for kind in one]
     return TrialResult(workers, digest, max(gaps, key=lambda gap: gap.relative), same)
 
@@ -273,7 +280,10 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _as_json(
-    results: list[TrialResult], exact: bool, explained: Explanation | None
+    results: list[TrialResult],
+    exact: bool,
+    explained: Explanation | None,
+    unsplit: Unsplit | None,
 ) -> dict[str, Any]:
     content: dict[str, Any] = {
         "same": explained is None,
@@ -288,4 +298,4 @@ def _as_json(
             "causes": [asdict(cause) for cause in explained.causes],
             "note": explained.note,
         }
-    return content
+    return content | {"unsplit": asdict(unsplit) if unsplit else None}

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.data.builtin import FASHION_FOLDER, FILES
-from hvdtrain.errors import EXIT_OK
 from hvdtrain.evidence.children import run_command
-from hvdtrain.files import write_json
 from hvdtrain.lab.bench import jobs, rounds
+from hvdtrain.lab.outcome import Outcome, publish
 from hvdtrain.log import counted, say
 from hvdtrain.report import charts
 from hvdtrain.report.charts import Plot
@@ -78,11 +77,10 @@ def run(arguments: dict[str, Any]) -> int:
     plan = rounds.plan_of(ClassicPlan, arguments | {"data": data})
     with rounds.scratch_folder("classic") as folder:
         results = rounds.measure(SETTINGS, plan.rounds, partial(train, plan), folder, say)
-    say(table(plan, results))
-    write_json(arguments["json"], as_json(plan, results))
-    for path in charts.write_plots([draw_classic(plan, results)], arguments["output"]):
-        say(f"written to {path}")
-    return EXIT_OK
+    return publish(
+        Outcome([table(plan, results)], as_json(plan, results), [draw_classic(plan, results)]),
+        arguments,
+    )
 
 
 def data_that_is_there(data_dir: Path) -> str:

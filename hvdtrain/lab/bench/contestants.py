@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from torch import nn
@@ -70,13 +69,12 @@ def start(
     *,
     controller: str,
     time_limit_s: float,
-    context: ForkServerContext,
 ) -> PausableJob:
     """Start a contestant of a case, in its new folder. Raises ChildFailure."""
     deadline_s = time.monotonic() + time_limit_s
     if name != OURS:
         spec = spec_of(case, PEERS[name], folder, time_limit_s)
-        begin = partial(start_system, spec, PEERS[name], controller, context)
+        begin = partial(start_system, spec, PEERS[name], controller)
         return PausableJob(peer_job(case, folder, begin), deadline_s)
     argv, environment = jobs.on_workers(
         jobs.train_argv(folder, train_flags(case)), case.workers, controller

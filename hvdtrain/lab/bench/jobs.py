@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,10 +50,15 @@ def on_workers(
     """
     if workers == 1:
         return [*argv], dict(os.environ)
-    # The watchdog has no effect on `train`.
-    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
     command = horovodrun_argv(in_own_session(argv), workers, controller)
-    return command, horovodrun_environment(os.environ, settings, None)
+    return command, launch_environment(controller, os.environ)
+
+
+def launch_environment(controller: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of horovodrun with the settings of `hvdtrain launch -- train`."""
+    # The watchdog has no effect on `train`.
+    settings = settings_for(controller, environment, watchdog_timeout_s=0, command="train")
+    return horovodrun_environment(environment, settings, None)
 
 
 def log_of(folder: Path) -> Path:

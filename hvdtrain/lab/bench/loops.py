@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from hvdtrain.data import GlobalBatchSampler, Shares, SharesLike, Splits, Virtua
 from hvdtrain.data.feeding import Feed, StepData, to_device
 from hvdtrain.exchange import AVERAGE, Exchange
 from hvdtrain.exchange.gpus import synchronize
-from hvdtrain.lab.bench.rounds import Ratio, in_turn
-from hvdtrain.lab.bench.saving import Used
+from hvdtrain.lab.bench.rounds import in_turn
 from hvdtrain.lab.systems.horovod import NO_AUDITS, job_of
 from hvdtrain.lab.systems.work import Work, WorkSpec, trained
 from hvdtrain.run.script import ScriptTask
@@ -47,16 +46,6 @@ class Options:
     megabytes: float
     virtual_workers: int | None = None
     device: str = "cpu"  # torch's name of this rank's device
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The results of a bench within one job."""
-
-    seconds_per_step: dict[str, list[float]]  # by contestant and round
-    ratios: dict[str, Ratio]
-    megabytes: float | None = None  # summed in a step
-    used: Mapping[str, Used] = field(default_factory=dict)  # by process, for a checkpoint
 
 
 def run_rounds(
@@ -126,11 +115,11 @@ def our_step(
     job: Job,
     exchange: Exchange,
     audit: Audit = NO_AUDITS,
-    body: Callable[[Step], None] = compute,
+    passes: Callable[[Step], object] = compute,
 ) -> Callable[[], None]:
     """Return the step of `train`, a collective: weighted loss, sums over ranks, schedule, clock.
 
-    `body`: makes the passes and the update.
+    `passes`: makes the passes of a step, and its update.
     """
     meter = Meter(exchange, job.sampler.samples, job.task.metrics)
     steps, numbers = endless_steps(job, exchange.rank), itertools.count(1)
@@ -139,7 +128,7 @@ def our_step(
         number = next(numbers)
         meter.begin_step(number)
         step = Step(job, exchange, audit, number, next(steps), meter.clock)
-        body(step)
+        passes(step)
         meter.end_step(step.close(), number, step.samples)
         if number % job.intervals.log == 0:
             meter.read_interval()
@@ -192,30 +181,26 @@ def _bare(
 
 def script_step(options: Options, exchange: Exchange) -> Callable[[], None]:
     """Return the step of a script with `hvdtrain.Loop` over a DataLoader, a collective."""
-
-    def body(step: Step) -> None:
-        for inputs, labels in step.batches():
-            loss = functional.cross_entropy(step.job.model(inputs), labels, reduction="sum")
-            step.backward(loss, len(labels))
-        step.update()
-
-    return our_step(_script_job(options, exchange), exchange, body=body)
-
-
-def _script_job(options: Options, exchange: Exchange) -> Job:
-    """Collective: return what `hvdtrain.Loop` makes of a model, an optimizer and a DataLoader."""
     work, shares = make_work(options, exchange.size), Shares(exchange.size)
     split = split_of(DataLoader(samples_of(work), options.batch_size, shuffle=True))
     sampler = GlobalBatchSampler(SAMPLES, options.batch_size * exchange.size, seed=0)
     optimizer = work.optimizer(trained(work.model))
+    # What `hvdtrain.Loop` makes of a model, an optimizer and a DataLoader.
     job = replace(
         job_of(work, optimizer, shares, device=torch.device(options.device)),
         task=ScriptTask(None, (), None, "loss", False),
         data=Splits("script", split, split),
         feed=Feed(split, sampler, shares, 1, everyone=False),
         schedule=None,
-    )
-    return job.distributed(exchange)
+    ).distributed(exchange)
+
+    def passes(step: Step) -> None:
+        for inputs, labels in step.batches():
+            loss = functional.cross_entropy(job.model(inputs), labels, reduction="sum")
+            step.backward(loss, len(labels))
+        step.update()
+
+    return our_step(job, exchange, passes=passes)
 
 
 def samples_of(work: Work) -> TensorDataset:

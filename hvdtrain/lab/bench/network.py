@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,17 @@ from typing import Any
 import torch
 
 from hvdtrain.data.builtin import read_spec
-from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.evidence.children import ONE_THREAD, Child
-from hvdtrain.files import write_json
 from hvdtrain.lab.bench import contestants, jobs, rounds
 from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, ScalingCase
 from hvdtrain.lab.bench.rounds import Ratio
 from hvdtrain.lab.bench.scaling import LOG_INTERVALS, OTHER_LOG_INTERVAL, examine
-from hvdtrain.lab.bench.turns import PausableJob, Results, TurnJob, cpu_table, measure_cases
+from hvdtrain.lab.bench.turns import PausableJob, TurnJob, cpu_table, measure_cases
 from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
+from hvdtrain.lab.outcome import publish
 from hvdtrain.lab.systems.process import write_spec
-from hvdtrain.launcher.horovodrun import (
-    horovodrun_argv,
-    horovodrun_environment,
-    mpi_prefix,
-    settings_for,
-)
+from hvdtrain.launcher.horovodrun import horovodrun_argv, mpi_prefix
 from hvdtrain.log import counted, say
 from hvdtrain.models import build_model
 
@@ -131,11 +126,9 @@ def run(arguments: dict[str, Any]) -> int:
             folder=folder,
             report=say,
         )
-    say(table(plan, results))
-    say(cpu_table(results, lambda case: (case.work.global_batch_size, case.work.workers)))
-    write_json(arguments["json"], as_json(plan, results))
-    results.raise_if_stopped()
-    return EXIT_FAILED if results.problems else EXIT_OK
+    points = [point_of(case, rates) for case, rates in results.rates.items()]
+    cpu = cpu_table(results, lambda case: (case.work.global_batch_size, case.work.workers))
+    return publish(results.outcome([table(plan, points), cpu], plan, points), arguments)
 
 
 def start(case: NetworkCase, name: str, folder: Path, *, time_limit_s: float) -> PausableJob:
@@ -165,8 +158,7 @@ def _ours(
     argv = horovodrun_argv(
         train, case.work.workers, controller, names, interface=INTERFACE, prefix=prefix
     )
-    settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
-    variables = horovodrun_environment(os.environ | ONE_THREAD, settings, None)
+    variables = jobs.launch_environment(controller, os.environ | ONE_THREAD)
     variables |= contestants.waiting(time_limit_s)
     log = folder / "process-0.log"
     begin = partial(OnHosts, hosts, range(case.hosts), argv, variables, log)
@@ -227,12 +219,8 @@ class NetworkPoint:
     over_ddp: dict[str, Ratio | None]  # speed of ours over theirs, within rounds
 
 
-def points_of(results: Results[NetworkCase]) -> list[NetworkPoint]:
-    """Return the results of each case that was measured."""
-    return [_point(case, rates) for case, rates in results.rates.items()]
-
-
-def _point(case: NetworkCase, rates: Mapping[str, Sequence[float]]) -> NetworkPoint:
+def point_of(case: NetworkCase, rates: Mapping[str, Sequence[float]]) -> NetworkPoint:
+    """Return the results of a case from samples/s, by contestant and round."""
     size = gradient_bytes(case.work.model)
     speeds = {name: rounds.median(samples_per_s) for name, samples_per_s in rates.items()}
     return NetworkPoint(
@@ -249,7 +237,7 @@ def _point(case: NetworkCase, rates: Mapping[str, Sequence[float]]) -> NetworkPo
     )
 
 
-def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
+def table(plan: NetworkPlan, points: Sequence[NetworkPoint]) -> str:
     """Return the table of all cases."""
     rows = [
         (
@@ -259,7 +247,7 @@ def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
             f"{point.alone_ms:.0f}",
             *map(rounds.ratio_and_spread, point.over_ddp.values()),
         )
-        for point in points_of(results)
+        for point in points
     ]
     head = (
         f"network: ms a step in the median of {counted(plan.rounds, 'round')} of turns, N workers "
@@ -267,13 +255,3 @@ def table(plan: NetworkPlan, results: Results[NetworkCase]) -> str:
         f"{LIMIT}: the same processes without exchange; ratios: speed over {DDP}'s"
     )
     return "\n".join([head, *rounds.columns([HEADINGS, *rows])])
-
-
-def as_json(plan: NetworkPlan, results: Results[NetworkCase]) -> dict[str, Any]:
-    """Return all results for `write_json`, with NaN for a failed round."""
-    return {
-        **asdict(plan),
-        "runs": [asdict(case) | results.of(case) for case in results.rates],
-        "points": [asdict(point) for point in points_of(results)],
-        "problems": results.problems,
-    }

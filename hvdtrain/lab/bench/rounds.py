@@ -16,10 +16,10 @@ from hvdtrain.evidence.children import ChildFailure
 from hvdtrain.launcher.processes import StopRequests
 
 Key = TypeVar("Key")
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
-def plan_of(kind: type[Found], arguments: Mapping[str, Any]) -> Found:
+def plan_of(kind: type[Value], arguments: Mapping[str, Any]) -> Value:
     """Return the dataclass `kind`, whose fields are all among the arguments."""
     return kind(**{name: arguments[name] for name in kind.__annotations__})
 
@@ -46,15 +46,15 @@ def in_turn(contestants: Sequence[Key], number: int) -> Sequence[Key]:
 def measure(
     contestants: Sequence[Key],
     rounds: int,
-    run: Callable[[Key, Path], Found],
+    run: Callable[[Key, Path], Value],
     folder: Path,
     report: Callable[[str], None],
-) -> dict[Key, list[Found]]:
+) -> dict[Key, list[Value]]:
     """Run one contestant after the other; return results by contestant and round.
 
     Raises ChildFailure as `run`, which receives a new folder.
     """
-    results: dict[Key, list[Found]] = {contestant: [] for contestant in contestants}
+    results: dict[Key, list[Value]] = {contestant: [] for contestant in contestants}
     for number in range(rounds):
         for contestant in in_turn(contestants, number):
             run_folder = folder / f"{number}-{contestants.index(contestant)}"
@@ -87,6 +87,13 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
         statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
     )
     return Ratio(statistics.median(ratios), min(ratios), lower, upper, max(ratios))
+
+
+def paired(
+    rounds: Mapping[str, Sequence[float]], pairs: Mapping[str, tuple[str, str]]
+) -> dict[str, Ratio]:
+    """Return the ratio of each pair of contestants, the first over the second, by its label."""
+    return {label: ratio(rounds[one], rounds[other]) for label, (one, other) in pairs.items()}
 
 
 def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, StrMethodFormatter
 
 from hvdtrain.data.builtin import read_spec
-from hvdtrain.errors import EXIT_FAILED, EXIT_OK, UsageError, refuse
-from hvdtrain.files import write_json
+from hvdtrain.errors import UsageError, refuse
 from hvdtrain.lab.bench import contestants, rounds
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
 from hvdtrain.lab.bench.rounds import Ratio, median, ratio_within_rounds
-from hvdtrain.lab.bench.turns import Results, cpu_table, measure_cases
-from hvdtrain.lab.systems.process import fork_server
+from hvdtrain.lab.bench.turns import cpu_table, measure_cases
+from hvdtrain.lab.outcome import publish
+from hvdtrain.lab.systems.process import start_fork_server
 from hvdtrain.log import counted, say
 from hvdtrain.models import build_model
 from hvdtrain.report import charts
@@ -85,28 +85,20 @@ def run(arguments: dict[str, Any]) -> int:
     plan = rounds.plan_of(ScalingPlan, arguments)
     with rounds.scratch_folder("scaling") as folder:
         examine(plan.models, plan.cases())
+        start_fork_server()
         results = measure_cases(
             plan.cases(),
             CONTESTANTS,
-            partial(
-                contestants.start,
-                controller=plan.controller,
-                time_limit_s=plan.time_limit_s,
-                context=fork_server(),
-            ),
+            partial(contestants.start, controller=plan.controller, time_limit_s=plan.time_limit_s),
             rounds=plan.rounds,
             turn_s=plan.turn_s,
             folder=folder,
             report=say,
         )
     points = points_of(plan, results.rates)
-    say(table(plan, points))
-    say(cpu_table(results, lambda case: (case.global_batch_size, case.workers)))
-    write_json(arguments["json"], as_json(plan, results, points))
-    for path in charts.write_plots(draw_plots(plan, results.rates, points), arguments["output"]):
-        say(f"written to {path}")
-    results.raise_if_stopped()
-    return EXIT_FAILED if results.problems else EXIT_OK
+    cpu = cpu_table(results, lambda case: (case.global_batch_size, case.workers))
+    plots = draw_plots(plan, results.rates, points)
+    return publish(results.outcome([table(plan, points), cpu], plan, points, plots), arguments)
 
 
 def examine(models: Iterable[str], cases: Sequence[ScalingCase]) -> None:
@@ -186,18 +178,6 @@ def _cells(point: ScalingPoint) -> list[str]:
         *map(rounds.ratio_and_spread, (point.over_ddp, point.over_limit)),
         *("-" if share is None else f"{share:.2f}" for share in shares),
     ]
-
-
-def as_json(
-    plan: ScalingPlan, results: Results[ScalingCase], points: Sequence[ScalingPoint]
-) -> dict[str, Any]:
-    """Return all results for `write_json`, with NaN for a failed round."""
-    return {
-        **asdict(plan),
-        "runs": [asdict(case) | results.of(case) for case in results.rates],
-        "points": [asdict(point) for point in points],
-        "problems": results.problems,
-    }
 
 
 def draw_plots(plan: ScalingPlan, rates: Rates, points: Sequence[ScalingPoint]) -> list[Plot]:

@@ -22,12 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import EXIT_OK
 from hvdtrain.evidence.children import run_command
-from hvdtrain.files import write_json
 from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.bench import ddp_script, jobs, rounds, stamp
 from hvdtrain.lab.bench.rounds import Ratio
+from hvdtrain.lab.outcome import Outcome, publish
 from hvdtrain.log import counted, say
 from hvdtrain.report import charts
 from hvdtrain.report.charts import Plot
@@ -79,19 +78,16 @@ def run(arguments: dict[str, Any]) -> int:
     plan = rounds.plan_of(StartPlan, arguments)
     with rounds.scratch_folder("start") as folder:
         starts = rounds.measure(CONTESTANTS, plan.rounds, partial(start, plan), folder, say)
-    say(table(plan, starts))
     seconds = {name: [asdict(one) for one in runs] for name, runs in starts.items()}
     ratios = {name: asdict(ratio) for name, ratio in ratios_of(starts).items()}
-    write_json(arguments["json"], {**asdict(plan), "starts": seconds, "ratios": ratios})
-    for path in charts.write_plots([draw_start(starts)], arguments["output"]):
-        say(f"written to {path}")
-    return EXIT_OK
+    content = {**asdict(plan), "starts": seconds, "ratios": ratios}
+    return publish(Outcome([table(plan, starts)], content, [draw_start(starts)]), arguments)
 
 
 def ratios_of(starts: Starts) -> dict[str, Ratio]:
     """Return our times as multiples of the peers' in the same round."""
     totals = {name: [one.total_s for one in runs] for name, runs in starts.items()}
-    return {f"{ours} / {other}": rounds.ratio(totals[ours], totals[other]) for ours, other in PAIRS}
+    return rounds.paired(totals, {f"{ours} / {other}": (ours, other) for ours, other in PAIRS})
 
 
 def start(plan: StartPlan, name: str, folder: Path) -> Started:

@@ -15,10 +15,10 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import psutil
 
@@ -26,8 +26,10 @@ from hvdtrain.errors import Stopped
 from hvdtrain.evidence.children import POLL_S, Child, ChildFailure, all_ended
 from hvdtrain.lab.bench.jobs import Logged, steps_per_s
 from hvdtrain.lab.bench.rounds import columns, in_turn, median
+from hvdtrain.lab.outcome import Outcome
 from hvdtrain.launcher.processes import send_signal
 from hvdtrain.log import duration
+from hvdtrain.report.charts import Plot
 
 LEAST_LINES = 2  # logged in a turn: a whole interval lies between them
 CPU_HEADINGS = ["CPU time of a worker, ms a step", "step", "main thread", "others", "rest: waits"]
@@ -202,15 +204,30 @@ class Results(Generic[CaseKind]):
     problems: list[str] = field(default_factory=list)
     stopped: Stopped | None = None
 
-    def of(self, case: CaseKind) -> dict[str, Any]:
-        """Return what was measured of a case, for `write_json`."""
-        used = {name: [cpu._asdict() for cpu in each] for name, each in self.cores[case].items()}
-        return {"samples_per_s": self.rates[case], "cores": used}
+    def outcome(
+        self, tables: Sequence[str], plan: Any, points: Sequence[Any], plots: Sequence[Plot] = ()
+    ) -> Outcome:
+        """Return what to publish; `plan`, `points`: dataclasses, all written to the JSON.
 
-    def raise_if_stopped(self) -> None:
-        """Raise Stopped if a signal has ended the measurement."""
-        if self.stopped:
-            raise self.stopped
+        A failed round is NaN there.
+        """
+        runs = [
+            asdict(cast(Any, case))
+            | {
+                "samples_per_s": rates,
+                "cores": {
+                    name: [cpu._asdict() for cpu in used] for name, used in self.cores[case].items()
+                },
+            }
+            for case, rates in self.rates.items()
+        ]
+        content = {
+            **asdict(plan),
+            "runs": runs,
+            "points": [asdict(point) for point in points],
+            "problems": self.problems,
+        }
+        return Outcome(tables, content, plots, self.problems, self.stopped)
 
 
 def measure_cases(

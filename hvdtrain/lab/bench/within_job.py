@@ -12,8 +12,8 @@ import itertools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, astuple, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,9 @@ from hvdtrain.errors import EXIT_OK, TrainingError, UsageError
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.gpus import OwnGpu, find_devices, find_own_gpu
-from hvdtrain.files import write_json
 from hvdtrain.lab.bench import saving
 from hvdtrain.lab.bench.loops import (
     ENDLESS,
-    Measured,
     Options,
     bare_loader_step,
     bare_step,
@@ -44,8 +42,10 @@ from hvdtrain.lab.bench.loops import (
     run_rounds,
     script_step,
 )
-from hvdtrain.lab.bench.rounds import Ratio, columns, plan_of, ratio, ratio_lines
-from hvdtrain.log import counted, say
+from hvdtrain.lab.bench.rounds import Ratio, columns, paired, plan_of, ratio_lines
+from hvdtrain.lab.bench.saving import Used
+from hvdtrain.lab.outcome import Outcome, publish
+from hvdtrain.log import counted
 from hvdtrain.network import address_of
 from hvdtrain.ring import all_reduce
 from hvdtrain.ring.operations import Array
@@ -70,6 +70,17 @@ SCRIPT, OVER_LOADER = "hvdtrain.Loop", ", over a DataLoader"
 OUR_RING, ON_GPUS = "our ring", "Horovod, on GPUs"
 ITEM_BYTES = 4  # of float32
 
+
+@dataclass(frozen=True)
+class Measured:
+    """The results of a bench within one job."""
+
+    seconds_per_step: dict[str, list[float]]  # by contestant and round
+    ratios: dict[str, Ratio]
+    megabytes: float | None = None  # summed in a step
+    used: Mapping[str, Used] = field(default_factory=dict)  # by process, for a checkpoint
+
+
 Sum = Callable[[Array], Array]  # from this rank's values to the sum over ranks, possibly in place
 
 
@@ -83,8 +94,8 @@ def run(arguments: dict[str, Any], topology: Topology) -> int:
     measured = BENCHES[arguments["bench"]](options, exchange)
     if exchange.rank == 0:
         workers = f"{counted(exchange.size, 'worker')} ({exchange.controller})"
-        say(table(arguments["bench"], options, measured, workers))
-        write_json(arguments["json"], {"device": options.device} | asdict(measured))
+        text = table(arguments["bench"], options, measured, workers)
+        publish(Outcome([text], {"device": options.device} | asdict(measured)), arguments)
     exchange.close()
     return EXIT_OK
 
@@ -152,10 +163,9 @@ def bench_step(options: Options, exchange: Exchange) -> Measured:
     our_script = f"{SCRIPT}{OVER_LOADER}"
     further = scripts | {our_script: script_step(options, exchange)}
     seconds = run_rounds(contestants | further, options, exchange)
-    ratios = {name: ratio(seconds[OURS], seconds[name]) for name in contestants if name != OURS}
-    for name in scripts:
-        ratios[f"{SCRIPT} to {name}"] = ratio(seconds[our_script], seconds[name])
-    return Measured(seconds, ratios)
+    pairs = {name: (OURS, name) for name in contestants if name != OURS}
+    pairs |= {f"{SCRIPT} to {name}": (our_script, name) for name in scripts}
+    return Measured(seconds, paired(seconds, pairs))
 
 
 def _bench_virtual_workers(options: Options, exchange: Exchange, virtual: int) -> Measured:
@@ -167,7 +177,7 @@ def _bench_virtual_workers(options: Options, exchange: Exchange, virtual: int) -
         plain: our_step(make_job(options, exchange, passes), exchange),
     }
     seconds = run_rounds(contestants, options, exchange)
-    return Measured(seconds, {plain: ratio(seconds[VIRTUAL], seconds[plain])})
+    return Measured(seconds, paired(seconds, {plain: (VIRTUAL, plain)}))
 
 
 def bench_audit(options: Options, exchange: Exchange) -> Measured:
@@ -193,7 +203,7 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
     contestants = {name: our_step(job, exchange, audit) for name, audit in audits.items()}
     seconds = run_rounds(contestants, options, exchange)
     ring.close()
-    ratios = {n: ratio(seconds[n], seconds[WITHOUT]) for n in contestants if n != WITHOUT}
+    ratios = paired(seconds, {name: (name, WITHOUT) for name in contestants if name != WITHOUT})
     # One step in many bears the whole cost: more precise than a measurement.
     rare = {
         f"all at every {RARELY}th step": (WHOLE, RARELY),
@@ -239,8 +249,8 @@ def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
         checkpoints.wait()
         alone = exchange.size == 1
         memory = saving.measure(options.megabytes, Path(folder, "memory")) if alone else {}
-    ratios = {n: ratio(seconds[n], seconds[NO_CHECKPOINTS]) for n in (BACKGROUND, WAITED)}
-    return Measured(seconds, ratios, used=memory)
+    pairs = {name: (name, NO_CHECKPOINTS) for name in (BACKGROUND, WAITED)}
+    return Measured(seconds, paired(seconds, pairs), used=memory)
 
 
 def bench_ring(options: Options, exchange: Exchange) -> Measured:
@@ -280,9 +290,8 @@ def bench_ring(options: Options, exchange: Exchange) -> Measured:
         over_mpi.close()
     else:
         distributed.destroy_process_group()
-    others = [name for name in sums if name != OUR_RING]
-    ratios = {f"our speed / {name}": ratio(seconds[name], seconds[OUR_RING]) for name in others}
-    return Measured(seconds, ratios, megabytes=length * ITEM_BYTES / 1e6)
+    pairs = {f"our speed / {name}": (name, OUR_RING) for name in sums if name != OUR_RING}
+    return Measured(seconds, paired(seconds, pairs), megabytes=length * ITEM_BYTES / 1e6)
 
 
 def _join_torch_distributed(exchange: Exchange) -> Sum:

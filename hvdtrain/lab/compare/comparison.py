@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from functools import partial
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hvdtrain.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_OK, attempt, refuse
 from hvdtrain.evidence.children import ChildFailure
 from hvdtrain.evidence.trials import scratch_folder
 from hvdtrain.files import write_json
-from hvdtrain.lab.compare.page import write_page
+from hvdtrain.lab.compare.page import write_comparison
 from hvdtrain.lab.compare.rows import (
     DISAGREES,
     FAILED,
@@ -32,8 +31,8 @@ from hvdtrain.lab.compare.rows import (
     summary_line,
 )
 from hvdtrain.lab.systems import ORACLE, find_strategy
-from hvdtrain.lab.systems.contract import Spec, SystemOptions, Traffic
-from hvdtrain.lab.systems.process import fork_server, run_system
+from hvdtrain.lab.systems.contract import Spec, SystemOptions
+from hvdtrain.lab.systems.process import run_system, start_fork_server
 from hvdtrain.lab.systems.work import BY_SHARE, Work, WorkSpec
 from hvdtrain.launcher.horovodrun import find_controller
 from hvdtrain.launcher.processes import StopRequests
@@ -47,13 +46,13 @@ def run(arguments: dict[str, Any], systems: tuple[str, ...]) -> int:
     StopRequests()  # a signal raises Stopped, and child processes are ended on the way out
     names = [ORACLE, *systems]
     with scratch_folder("compare") as folder:
-        context = fork_server()
+        start_fork_server()
         setting = examine(make_plan(arguments, systems))
         say(f"{describe(setting)}\n{heading(names)}")
-        rows = compare(setting, folder, context, lambda row, single: say(line(row, names, single)))
+        rows = compare(setting, folder, lambda row, single: say(line(row, names, single)))
     say("\n".join([*notes_of(rows, setting), summary_line(rows)]))
     write_json(arguments["json"], as_json(setting, rows))
-    say(f"written to {write_page(rows, setting, arguments['output'])}")
+    say(f"written to {write_comparison(rows, setting, arguments['output'])}")
     return exit_code(rows)
 
 
@@ -88,9 +87,7 @@ def examine(plan: ComparisonPlan) -> Comparison:
     return Comparison(plan, shape, parameters, work.bytes_of_gradients, why_not)
 
 
-def compare(
-    setting: Comparison, folder: Path, context: ForkServerContext, show: Callable[[Row, Row], None]
-) -> list[Row]:
+def compare(setting: Comparison, folder: Path, show: Callable[[Row, Row], None]) -> list[Row]:
     """Run every system in each round, `single` first; return one row per system, failed ones too.
 
     `show` receives each complete row, and the row of `single`.
@@ -102,7 +99,7 @@ def compare(
     for round_number in range(plan.rounds):
         for number, (name, earlier) in enumerate(by_system.items()):
             spec = make_spec(plan, name, folder / f"round-{round_number}-system-{number}")
-            row = _run(spec, setting, context, oracle)
+            row = _run(spec, setting, oracle)
             if name == ORACLE and row.status != FAILED:
                 oracle = read_weights(Path(spec.folder))
             earlier.append(row)
@@ -118,15 +115,13 @@ def make_spec(plan: ComparisonPlan, system: str, folder: Path) -> Spec:
     return Spec(system=system, folder=str(folder), token=secrets.token_hex(32), **same)
 
 
-def _run(
-    spec: Spec, setting: Comparison, context: ForkServerContext, oracle: Weights | None
-) -> Row:
+def _run(spec: Spec, setting: Comparison, oracle: Weights | None) -> Row:
     strategy = find_strategy(spec.system)
     against = None if spec.system == ORACLE else oracle
     try:
         if oracle is None and spec.system != ORACLE:
             raise ChildFailure(f"not run: its reference, {ORACLE}, failed")
-        results = run_system(spec, strategy, setting.plan.controller, context)
+        results = run_system(spec, strategy, setting.plan.controller)
     except ChildFailure as failure:
         named = (spec.system, strategy.what, FAILED, strategy.processes(spec))
         return Row(*named, problem=str(failure))
@@ -150,12 +145,5 @@ def as_json(setting: Comparison, rows: Sequence[Row]) -> dict[str, Any]:
         "shape": setting.shape,
         "parameters": setting.parameters,
         "gradient_bytes": setting.gradient_bytes,
-        "rows": [
-            asdict(row) | {"traffic": _by_rank(row.traffic), "formula": _by_rank(row.formula)}
-            for row in rows
-        ],
+        "rows": [asdict(row) for row in rows],
     }
-
-
-def _by_rank(traffic: Mapping[str, Traffic] | None) -> dict[str, Any] | None:
-    return None if traffic is None else {rank: t._asdict() for rank, t in traffic.items()}

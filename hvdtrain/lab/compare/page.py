@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from hvdtrain import __version__
 from hvdtrain.lab.compare.rows import (
     AGREES,
     DISAGREES,
@@ -29,8 +28,8 @@ from hvdtrain.lab.compare.rows import (
     summary_line,
 )
 from hvdtrain.report import charts
-from hvdtrain.report.charts import GREY, Plot, label_rows, write_plots
-from hvdtrain.report.page import NOTHING, PAGE, Table, templates
+from hvdtrain.report.charts import GREY, Plot, label_rows
+from hvdtrain.report.page import NOTHING, Table, write_page
 from hvdtrain.report.plots import PHASE_COLOURS
 from hvdtrain.train.clock import PHASES
 
@@ -44,14 +43,15 @@ ALPHAS = (0.9, 0.6)  # of bars side by side, in turn
 FAINTEST = 1e-17  # stands for a difference of zero on the logarithmic axis
 
 
-def write_page(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
+def write_comparison(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
     """Write plots and page into `folder`, the page last; return the path of the page.
 
     Text from files or flags is escaped.
     """
-    plots = draw_plots(rows)
-    template = templates(Path(__file__).parent).get_template("compare.html.jinja")
-    page = template.render(
+    return write_page(
+        Path(__file__).parent / "compare.html.jinja",
+        draw_plots(rows),
+        folder,
         title=f"{len(rows)} ways compared, N = {setting.plan.workers}",
         description=describe(setting),
         verdict=summary_line(rows),
@@ -59,10 +59,7 @@ def write_page(rows: Sequence[Row], setting: Comparison, folder: Path) -> Path:
         systems=table_of_systems(rows),
         ranks=table_of_ranks(rows),
         notes=[(row.system, explain(row)) for row in rows],
-        plots=plots,
-        version=__version__,
     )
-    return write_plots(plots, folder, {PAGE: page})[-1]
 
 
 def table_of_systems(rows: Sequence[Row]) -> Table:
@@ -98,19 +95,10 @@ def _cells(row: Row, rank: str) -> list[str]:
 def draw_plots(rows: Sequence[Row]) -> list[Plot]:
     """Return every plot, over the systems that did not fail."""
     done = [row for row in rows if row.samples_per_s]
-    if not done:
-        return []
-    return [
-        _throughput(done),
-        _phases(done),
-        _traffic(done),
-        _differences([row for row in done if row.difference is not None]),
-        _memory(done),
-    ]
+    return [_plot(chart, done) for chart in CHARTS] if done else []
 
 
-def _throughput(rows: Sequence[Row]) -> Plot:
-    figure, axes = _rows_chart(rows, "Throughput", "samples per second, over all workers")
+def _throughput(axes: Axes, rows: Sequence[Row]) -> None:
     rates = [row.samples_per_s or 0.0 for row in rows]
     axes.barh(range(len(rows)), rates, BAR, color=[COLOURS[row.status] for row in rows])
     axes.set_xlim(0, max(rates) * 1.28)
@@ -120,67 +108,32 @@ def _throughput(rows: Sequence[Row]) -> Plot:
         for rate, factor in zip(rates, factors, strict=True)
     ]
     label_rows(axes, rates, texts, LABEL_SIZE)
-    return Plot(
-        name="throughput",
-        title="Throughput",
-        caption=(
-            "Samples per second over all workers, and as a multiple of a single device. Green: "
-            "judged, same result; blue: reported only; red: different result."
-        ),
-        figure=figure,
-    )
 
 
-def _phases(rows: Sequence[Row]) -> Plot:
-    figure, axes = _rows_chart(
-        rows, "Time per step by phase", "ms, mean over the ranks that compute"
-    )
+def _phases(axes: Axes, rows: Sequence[Row]) -> None:
     left = np.zeros(len(rows))
     for phase, colour in PHASE_COLOURS.items():
         values = np.array([1000 * row.phases_s[phase] for row in rows])
         axes.barh(range(len(rows)), values, BAR, left=left, color=colour)
         left += values
-    charts.name_colours(figure, PHASE_COLOURS)
-    return Plot(
-        name="phases",
-        title="Time per step",
-        caption=(
-            "Time per step by phase. An exchange that overlaps backward within a library counts as "
-            "compute; stages that wait for each other, and workers for servers, count it as "
-            "exchange."
-        ),
-        figure=figure,
-    )
 
 
-def _traffic(rows: Sequence[Row]) -> Plot:
-    figure, axes = _rows_chart(rows, "Bytes per step at the busiest rank", "MB")
+def _traffic(axes: Axes, rows: Sequence[Row]) -> None:
     for index, row in enumerate(rows):
-        sent, received, _ = row.busiest[1]
-        for offset, value, colour in ((-BAR / 4, sent, SENT), (BAR / 4, received, RECEIVED)):
+        traffic = row.busiest[1]
+        for offset, value, colour in (
+            (-BAR / 4, traffic.sent, SENT),
+            (BAR / 4, traffic.received, RECEIVED),
+        ):
             hatched = {"facecolor": "none", "edgecolor": colour, "hatch": "////"}
             style = hatched if row.traffic_source == "formula" else {"color": colour}
             axes.barh(index + offset, value / MB, BAR / 2, **style)  # type: ignore[arg-type]
-    ends = [max(row.busiest[1][:2]) / MB for row in rows]
+    ends = [max(row.busiest[1].sent, row.busiest[1].received) / MB for row in rows]
     axes.set_xlim(0, max(ends) * 1.42 or 1)
     label_rows(axes, ends, [row.where for row in rows], LABEL_SIZE)
-    charts.name_colours(figure, {"sent": SENT, "received": RECEIVED})
-    return Plot(
-        name="traffic",
-        title="Bytes per step",
-        caption=(
-            "Bytes sent and received per step by the rank with the most traffic: counted where "
-            "hvdtrain sends, read from the kernel's sockets where a library does (with its "
-            "headers), else computed by formula (hatched)."
-        ),
-        figure=figure,
-    )
 
 
-def _differences(rows: Sequence[Row]) -> Plot:
-    figure, axes = _rows_chart(
-        rows, "Difference to single", "largest difference / largest value of its tensor"
-    )
+def _differences(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xscale("log")
     differences = [math.nan if row.difference is None else row.difference for row in rows]
     drawn = [max(value, FAINTEST) if math.isfinite(value) else 1.0 for value in differences]
@@ -191,20 +144,9 @@ def _differences(rows: Sequence[Row]) -> Plot:
     label_rows(axes, [value * 1.8 for value in drawn], texts, LABEL_SIZE)
     axes.axvline(TOLERANCE, color=RED, linestyle=(0, (4, 3)), linewidth=1)
     axes.set_xlim(FAINTEST, max([TOLERANCE, *drawn]) * 1e4)
-    charts.name_colours(figure, {"judged": GREEN, "reported only": GREY})
-    return Plot(
-        name="difference",
-        title="Difference to single",
-        caption=(
-            f"Difference of the final parameters to those of single; dashed: the tolerance for "
-            f"synchronous systems in float64, {TOLERANCE:g}."
-        ),
-        figure=figure,
-    )
 
 
-def _memory(rows: Sequence[Row]) -> Plot:
-    figure, axes = _rows_chart(rows, "Peak memory by process", "MB")
+def _memory(axes: Axes, rows: Sequence[Row]) -> None:
     totals = [row.total_memory_bytes / MB for row in rows]
     for index, row in enumerate(rows):
         left = 0.0
@@ -213,21 +155,86 @@ def _memory(rows: Sequence[Row]) -> Plot:
             left += size / MB
     axes.set_xlim(0, max(totals) * 1.14)
     label_rows(axes, totals, [f"{total:,.0f}" for total in totals], LABEL_SIZE)
-    return Plot(
+
+
+class Chart(NamedTuple):
+    """A plot with a row for each system, the first on top."""
+
+    draw: Callable[[Axes, Sequence[Row]], None]
+    name: str
+    title: str
+    heading: str  # above the axes
+    x_label: str
+    caption: str
+    colours: Mapping[str, str] = {}  # of the legend
+
+
+CHARTS = (
+    Chart(
+        _throughput,
+        name="throughput",
+        title="Throughput",
+        heading="Throughput",
+        x_label="samples per second, over all workers",
+        caption="Samples per second over all workers, and as a multiple of a single device. Green: "
+        "judged, same result; blue: reported only; red: different result.",
+    ),
+    Chart(
+        _phases,
+        name="phases",
+        title="Time per step",
+        heading="Time per step by phase",
+        x_label="ms, mean over the ranks that compute",
+        caption="Time per step by phase. An exchange that overlaps backward within a library "
+        "counts as compute; stages that wait for each other, and workers for servers, count it as "
+        "exchange.",
+        colours=PHASE_COLOURS,
+    ),
+    Chart(
+        _traffic,
+        name="traffic",
+        title="Bytes per step",
+        heading="Bytes per step at the busiest rank",
+        x_label="MB",
+        caption="Bytes sent and received per step by the rank with the most traffic: counted where "
+        "hvdtrain sends, read from the kernel's sockets where a library does (with its headers), "
+        "else computed by formula (hatched).",
+        colours={"sent": SENT, "received": RECEIVED},
+    ),
+    Chart(
+        _differences,
+        name="difference",
+        title="Difference to single",
+        heading="Difference to single",
+        x_label="largest difference / largest value of its tensor",
+        caption="Difference of the final parameters to those of single; dashed: the tolerance for "
+        f"synchronous systems in float64, {TOLERANCE:g}.",
+        colours={"judged": GREEN, "reported only": GREY},
+    ),
+    Chart(
+        _memory,
         name="memory",
         title="Peak memory",
-        caption=(
-            "Peak memory of each process, side by side; shared libraries count for each of them."
-        ),
-        figure=figure,
-    )
+        heading="Peak memory by process",
+        x_label="MB",
+        caption="Peak memory of each process, side by side; shared libraries count for each of "
+        "them.",
+    ),
+)
 
 
-def _rows_chart(rows: Sequence[Row], title: str, x_label: str) -> tuple[Figure, Axes]:
-    """Return a figure and its axes, with one row per system, the first on top."""
+def _plot(chart: Chart, done: Sequence[Row]) -> Plot:
+    """Return a plot over these systems; that of differences leaves out those without one."""
+    rows = done
+    if chart.draw is _differences:
+        rows = [row for row in done if row.difference is not None]
     figure = charts.new_figure(charts.WIDTH, MARGIN + ROW_HEIGHT * max(len(rows), 2))
     axes = figure.add_subplot()
-    charts.dress_rows(axes, title, [charts.shorten(row.system) for row in rows], x_label)
+    names = [charts.shorten(row.system) for row in rows]
+    charts.dress_rows(axes, chart.heading, names, chart.x_label)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    return figure, axes
+    chart.draw(axes, rows)
+    if chart.colours:
+        charts.name_colours(figure, chart.colours)
+    return Plot(chart.name, chart.title, chart.caption, figure)

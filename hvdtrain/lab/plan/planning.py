@@ -10,9 +10,9 @@ import torch
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator, StrMethodFormatter
 
-from hvdtrain.errors import EXIT_OK
 from hvdtrain.exchange.buckets import LEAST_BUCKET_BYTES
 from hvdtrain.files import write_json
+from hvdtrain.lab.outcome import Outcome, publish
 from hvdtrain.lab.plan.predicting import (
     METHODS,
     Cluster,
@@ -37,7 +37,7 @@ from hvdtrain.lab.plan.profiles import (
 from hvdtrain.lab.systems.work import WorkSpec
 from hvdtrain.launcher.horovodrun import find_controller
 from hvdtrain.launcher.processes import StopRequests
-from hvdtrain.log import counted, say
+from hvdtrain.log import counted
 from hvdtrain.report.charts import (
     GREY,
     HEIGHT,
@@ -48,7 +48,6 @@ from hvdtrain.report.charts import (
     look_of,
     new_figure,
     shorten,
-    write_plots,
 )
 
 MODEL, DATA, BATCH_SIZE, STEPS = "lenet", "digits", 32, 30
@@ -71,17 +70,14 @@ def run(arguments: dict[str, Any]) -> int:
     most, least = arguments["max_workers"], arguments["min_efficiency"]
     predictions = [predict(setting, name, n) for n in worker_counts(most) for name in METHODS]
     useful = {method: largest_useful(setting, method, most, least) for method in METHODS}
-    say("\n".join([*describe(setting, network), *table(predictions)]))
-    say("\n".join(describe_useful(useful, least)))
     results = {
         "network": asdict(network) if network else None,
         "predictions": [asdict(prediction) for prediction in predictions],
         "largest_useful": {method: asdict(one) for method, one in useful.items()},
     }
-    write_json(arguments["json"], asdict(setting) | results)
+    lines = [*describe(setting, network), *table(predictions), *describe_useful(useful, least)]
     plot = draw_plot(predictions, useful, least, profile.name)
-    say(f"written to {write_plots([plot], arguments['output'])[0]}")
-    return EXIT_OK
+    return publish(Outcome(lines, asdict(setting) | results, [plot]), arguments)
 
 
 def find_profile(arguments: dict[str, Any]) -> Profile:
@@ -100,10 +96,6 @@ def find_profile(arguments: dict[str, Any]) -> Profile:
             data_dir=arguments["data_dir"],
             global_batch_size=batch_size,
             steps=WARM_UP_STEPS + STEPS,
-            dtype="float32",
-            seed=0,
-            lr=0.01,
-            momentum=0.9,
         )
     )
 

@@ -50,10 +50,7 @@ from hvdtrain.lab.plan.profiles import (
     wrong_rows,
     wrong_values,
 )
-from hvdtrain.launcher.horovodrun import (
-    horovodrun_argv,
-    horovodrun_environment,
-)
+from hvdtrain.launcher.horovodrun import horovodrun_argv, horovodrun_environment
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.horovod import HorovodExchange

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from numpy.typing import NDArray
@@ -145,7 +145,8 @@ class RingTraffic(Strategy):
         return dict.fromkeys(cls.processes(spec), each)
 
 
-class Traffic(NamedTuple):
+@dataclass(frozen=True)
+class Traffic:
     """Bytes sent and received, and messages sent: totals, or means per step."""
 
     sent: float = 0
@@ -156,13 +157,13 @@ class Traffic(NamedTuple):
         """Return the total with one more message, or one in each direction, of these bytes."""
         return Traffic(self.sent + sent, self.received + received, self.messages + (sent > 0))
 
-    def since(self, earlier: Traffic) -> Traffic:
-        """Return the difference to `earlier`."""
-        return Traffic(*(now - then for now, then in zip(self, earlier, strict=True)))
-
-    def over(self, steps: int) -> Traffic:
-        """Return the mean per step."""
-        return Traffic(*(total / steps for total in self))
+    def since(self, earlier: Traffic, steps: int) -> Traffic:
+        """Return the mean per step of the traffic since `earlier`, over so many steps."""
+        return Traffic(
+            (self.sent - earlier.sent) / steps,
+            (self.received - earlier.received) / steps,
+            (self.messages - earlier.messages) / steps,
+        )
 
 
 def join_group(member: Member) -> None:

@@ -16,7 +16,7 @@ import time
 import traceback
 from dataclasses import asdict
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from hvdtrain.lab.systems.work import Work, WorkSpec
 from hvdtrain.launcher.horovodrun import horovodrun_argv, in_own_session
 from hvdtrain.topology import Topology
 
+FORKS = multiprocessing.get_context("forkserver")
 WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps
 PRELOADED = ["hvdtrain.lab.systems.process", "torch._dynamo"]  # optimizers import the latter
 
@@ -63,25 +64,21 @@ class ForkedProcess:
         self._process.close()
 
 
-def fork_server() -> ForkServerContext:
+def start_fork_server() -> None:
     """Start the fork server, which imports in the background; its forks compute with one thread."""
     os.environ.update(ONE_THREAD)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    FORKS.set_forkserver_preload(PRELOADED)
     with started_elsewhere():
         forkserver.ensure_running()
-    return context
 
 
-def run_system(
-    spec: Spec, strategy: type[Strategy], controller: str, context: ForkServerContext
-) -> list[Result]:
+def run_system(spec: Spec, strategy: type[Strategy], controller: str) -> list[Result]:
     """Run the system and return the measurements of each process. Raises ChildFailure."""
     folder = Path(spec.folder)
     deadline = time.monotonic() + spec.time_limit_s
     children: list[Child] = []
     try:
-        start_system(spec, strategy, controller, context, children)
+        start_system(spec, strategy, controller, children)
         watch(children, folder, deadline, LATE.format(spec.time_limit_s))
     finally:
         for child in children:
@@ -91,11 +88,7 @@ def run_system(
 
 
 def start_system(
-    spec: Spec,
-    strategy: type[Strategy],
-    controller: str,
-    context: ForkServerContext,
-    children: list[Child],
+    spec: Spec, strategy: type[Strategy], controller: str, children: list[Child]
 ) -> None:
     """Make the system's folder and start its processes. Raises ChildFailure.
 
@@ -111,7 +104,7 @@ def start_system(
         return
     for number in range(len(strategy.processes(spec))):
         log = folder / f"process-{number}.log"
-        process = context.Process(target=run_forked, args=(argv[-1], number, str(log)))
+        process = FORKS.Process(target=run_forked, args=(argv[-1], number, str(log)))
         process.start()
         children.append(ForkedProcess(process))
 
@@ -186,7 +179,7 @@ def run_steps(strategy: Strategy) -> dict[str, Any]:
     ended_s, after = time.monotonic(), strategy.traffic()
     traffic = None
     if before and after:
-        traffic = {n: total.since(before[n]).over(steps)._asdict() for n, total in after.items()}
+        traffic = {n: asdict(total.since(before[n], steps)) for n, total in after.items()}
     return {
         "begun_s": begun_s,  # monotonic clock of the machine, shared by all processes
         "ended_s": ended_s,
