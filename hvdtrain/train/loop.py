@@ -185,8 +185,9 @@ class TrainingLoop:
             self._hooks.keeper.stop()
 
     def _begin_epoch(self) -> None:
-        """Collective: let a DataLoader's sampler, if any, draw the epoch. Raises AgreedFailure unless
-        all ranks have the same order.
+        """Collective: let a DataLoader's sampler, if any, draw the epoch.
+
+        Raises AgreedFailure unless all ranks have the same order.
         """
         sampler = self.job.sampler
         if isinstance(sampler, DrawnBatchSampler):

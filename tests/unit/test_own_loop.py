@@ -122,7 +122,7 @@ def test_what_cannot_be_used_is_refused_at_once(name: str) -> None:
 def test_a_batch_size_beside_a_batch_sampler_is_refused() -> None:
     """Fails if steps have another number of samples than was asked for."""
     with (
-        pytest.raises(AgreedFailure, match=r"batch_size is 3: the batches of the list are the global"),
+        pytest.raises(AgreedFailure, match=r"batch_size is 3: the batches of the list"),
         hvdtrain.Loop(*parts(), BATCHES, batch_size=3, device="cpu"),
     ):
         pass
