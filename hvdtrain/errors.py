@@ -144,6 +144,11 @@ def first_problem(*checks: tuple[object, str | None]) -> str | None:
     return next((problem for is_wrong, problem in checks if is_wrong), None)
 
 
+def every_problem(*checks: tuple[object, str]) -> list[str]:
+    """Return the problems of all checks that hold: pairs of condition and problem."""
+    return [problem for is_wrong, problem in checks if is_wrong]
+
+
 def attempt(problems: list[str], action: Callable[[], Result]) -> Result | None:
     """Return the result of `action`, or on UsageError extend `problems` and return None."""
     try:

@@ -12,6 +12,7 @@ import select
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -151,6 +152,12 @@ def discard(stream: TextIO) -> None:
 def counted(number: int, noun: str) -> str:
     """Return number and noun as text: '1 file', '2,000 files'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def few(items: Sequence[object], most: int = 4, separator: str = ", ") -> str:
+    """Return the first items as text, and the number of the others: 'a, b, and 3 more'."""
+    others = [f"and {len(items) - most:,} more"] if len(items) > most else []
+    return separator.join([*map(str, items[:most]), *others])
 
 
 def rate(number: float) -> str:

@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from hvdtrain.errors import PreflightError, UsageError
+from hvdtrain.log import few
 
 # Set by horovodrun, mpirun or torchrun, within a task.
 STARTED_WITHIN = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID")
@@ -175,7 +176,7 @@ def _gather(
                 raise PreflightError(
                     f"of the {step.size} tasks of this step, {len(absent)} did not report to "
                     f"{step.first_host}:{listener.getsockname()[1]} in time: tasks "
-                    f"{', '.join(map(str, absent[:10]))}"
+                    f"{few(absent, 10)}"
                 ) from None
             task = _greet(connection, step)
             if task is None:

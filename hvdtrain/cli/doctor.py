@@ -23,14 +23,13 @@ from hvdtrain.files import json_problems, write_json
 from hvdtrain.launcher.doctor import failed, format_findings, format_verdict
 from hvdtrain.launcher.doctor.burn_in import burn_in, burn_in_json, check_burn_in
 from hvdtrain.launcher.doctor.examination import Examination, as_json, examine
-from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.hosts import SHOWN_HOSTS, Host
 from hvdtrain.launcher.processes import raise_when_stopped
 from hvdtrain.launcher.ssh import SshSetup
-from hvdtrain.log import say
+from hvdtrain.log import few, say
 from hvdtrain.topology import Topology
 
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")  # the names that Linux allows
-SHOWN_HOSTS = 8
 HELP = "check this machine, or every host in a hostfile"
 DESCRIPTION = (
     "Check the requirements of training on these hosts (default: this machine). Each check is ok, "
@@ -107,6 +106,4 @@ def _burn_in(
 
 def _headline(hosts: tuple[Host, ...]) -> str:
     count = f"{len(hosts)} hosts: " if len(hosts) > 1 else ""
-    named = ", ".join(host.address for host in hosts[:SHOWN_HOSTS])
-    more = f" and {len(hosts) - SHOWN_HOSTS} more" if len(hosts) > SHOWN_HOSTS else ""
-    return f"doctor: {count}{named}{more}"
+    return f"doctor: {count}{few([host.address for host in hosts], SHOWN_HOSTS)}"

@@ -47,13 +47,11 @@ from hvdtrain.errors import (
 from hvdtrain.files import time_at
 from hvdtrain.launcher.horovodrun import (
     SETTING_REASONS,
-    agent_argv,
     find_controller,
-    horovodrun_argv,
     settings_for,
 )
 from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
-from hvdtrain.launcher.job import JobPlan, LaunchJob, horovodrun_options
+from hvdtrain.launcher.job import JobPlan, LaunchJob, job_argv
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.launcher.ranks import Limits
@@ -283,8 +281,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
 
 def _dry_run(launch: Launch) -> int:
     plan = replace(launch.plan, hosts=take_slots(launch.plan.hosts, launch.plan.workers))
-    options = horovodrun_options(plan, SshSetup(plan.hosts, plan.ssh))
-    say(shlex.join(horovodrun_argv(options, agent_argv("JOB"))))
+    say(shlex.join(job_argv(plan, SshSetup(plan.hosts, plan.ssh), "JOB")))
     reasons = [f"{name}={value}: {SETTING_REASONS[name]}" for name, value in plan.settings.items()]
     notes = [launch.note] if launch.note else []
     command = f"each worker runs: {shlex.join(plan.command)}"

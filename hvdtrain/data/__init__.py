@@ -19,8 +19,6 @@ reader_process  these processes
 reader_imports  what processes that read images find imported
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ What has `__len__` and `__getitem__` serves: data sets of torch, `datasets.Datas
 epoch and number (`hvdtrain.data.drawing`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast, overload
@@ -27,7 +25,7 @@ from hvdtrain.data.map_samples import (
 from hvdtrain.data.reading import BeginReader, StreamedSplit, digest_of
 from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Split
-from hvdtrain.errors import TrainingError, UsageError
+from hvdtrain.errors import TrainingError, UsageError, first_problem
 
 
 class MapSplit(StreamedSplit):
@@ -127,22 +125,25 @@ def _has_items(dataset: Any) -> bool:
 def _check_random_access(dataset: Any) -> None:
     kind = type(dataset).__name__
     by_name = isinstance(dataset, Mapping) and 0 not in dataset
-    if by_name or (
-        isinstance(dataset, tuple) and all(isinstance(sample, torch.Tensor) for sample in dataset)
-    ):
-        raise UsageError(
-            f"hvdtrain.MapSplit: a {kind} is not a data set of samples. Of tensors, make "
+    are_tensors = isinstance(dataset, tuple) and all(
+        isinstance(sample, torch.Tensor) for sample in dataset
+    )
+    problem = first_problem(
+        (
+            by_name or are_tensors,
+            f"a {kind} is not a data set of samples. Of tensors, make "
             "torch.utils.data.TensorDataset(*tensors) or StackDataset(**by_name); of samples, a "
-            "list"
-        )
-    if not _has_items(dataset):
-        raise UsageError(
-            f"hvdtrain.MapSplit: {kind} cannot be read by number (it has no __getitem__). For a "
-            "data set that is only iterated, state its length: hvdtrain.IterableSplit(dataset, "
-            "length)"
-        )
-    if not hasattr(dataset, "__len__"):
-        raise UsageError(f"hvdtrain.MapSplit: {kind} has no __len__")
+            "list",
+        ),
+        (
+            not _has_items(dataset),
+            f"{kind} cannot be read by number (it has no __getitem__). For a data set that is only "
+            "iterated, state its length: hvdtrain.IterableSplit(dataset, length)",
+        ),
+        (not hasattr(dataset, "__len__"), f"{kind} has no __len__"),
+    )
+    if problem:
+        raise UsageError(f"hvdtrain.MapSplit: {problem}")
 
 
 class IterableSplit:

@@ -4,8 +4,6 @@ Sources: H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", arXiv:1708.07747; A. K
 multiple layers of features from tiny images", 2009. torchvision downloads and reads both.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re
@@ -87,8 +85,7 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
     Raises UsageError, with the missing or damaged files and their folder.
     """
     folder = data_dir / FASHION_FOLDER
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise UsageError(
             f"--data=fashion-mnist: missing in {folder}: {', '.join(missing)}. Put the unpacked "
             "IDX files there, or name the folder that holds FashionMNIST/raw with --data-dir"

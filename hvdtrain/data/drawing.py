@@ -5,8 +5,6 @@ or earlier sample. To seed and restore them takes longer than to read a small sa
 cheaply whether something has drawn, so that it is done only where something does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import random

@@ -4,8 +4,6 @@ The samples of every step of a rank are determined up to the end of the epoch, a
 ahead as the split reads (see `hvdtrain.data.reading`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -148,11 +146,11 @@ class Feed:
 
         A split that is read in order has one at hand by itself.
         """
+        read = list(self._as_read(parts).values())
+        if in_order(self.split):
+            return read
         stand_in = np.array([getattr(self.split, "first", 0)])
-        has_own = in_order(self.split)
-        return [
-            part if len(part) or has_own else stand_in for part in self._as_read(parts).values()
-        ]
+        return [part if len(part) else stand_in for part in read]
 
     def _as_passed(self, loaded: Iterator[Loaded], parts: Parts) -> Iterator[Loaded]:
         """Yield the batches of a step in the order of its passes."""

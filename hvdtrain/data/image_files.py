@@ -1,7 +1,5 @@
 """Image files below a folder, by their names, without what is no user's own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ The transforms are torchvision's. Their random numbers depend only on (seed, epo
 the rank or process that reads a sample.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -168,8 +166,9 @@ def read_image(path: str | Path, channels: int, max_pixels: int = MAX_PIXELS) ->
                     picture = picture.convert("RGBA")
                 return picture.convert("L" if channels == 1 else "RGB")
     except Exception as error:  # decoders raise errors of many types
-        reason = _reason(error, max_pixels)
-        raise BadSample(f"{path} cannot be read as an image: {reason}") from error
+        raise BadSample(
+            f"{path} cannot be read as an image: {_reason(error, max_pixels)}"
+        ) from error
     finally:
         Image.MAX_IMAGE_PIXELS = usual
 
@@ -257,8 +256,7 @@ class ImageSamples:
         return pixels, torch.empty(0, dtype=torch.int64)
 
     def finish(self, batch: Batch) -> Batch:
-        pixels, labels = batch
-        return normalised(pixels, self.form, self.dtype), labels
+        return normalised(batch[0], self.form, self.dtype), batch[1]
 
 
 def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOptions) -> Dataset:

@@ -4,8 +4,6 @@ A batch is read as a DataLoader of torch reads it: by the data set's `__getitems
 Where something draws random numbers it is read sample by sample, each with its own numbers.
 """
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Callable, Iterable, Sequence

@@ -8,8 +8,6 @@ any other sample of the data set, and is read as well: it need not be in the bat
 So a mixed run is the same for every number of workers, and after resuming.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -20,8 +20,6 @@ Holmes, "Bandwidth-optimal random shuffling for GPUs", ACM Trans. Parallel Compu
 a network as a shuffle, with a multiplication as the round function, and 24 rounds.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ The callable takes no arguments and returns an hvdtrain.Dataset, or two map-styl
 the first data set, to convert image files to such samples.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -44,8 +42,8 @@ def load_plugin(name: str, dtype: torch.dtype, options: ReadOptions) -> Dataset:
     for part, split in (("train", made.train), ("valid", made.valid)):
         check_split("--data", name, part, split)
         if isinstance(split, TensorSplit):
-            problems = _wrong_in_tensors(split, made)
-            refuse(f"--data={name}: {part} split: {problem}" for problem in problems)
+            where = f"--data={name}: {part} split"
+            refuse(f"{where}: {problem}" for problem in _wrong_in_tensors(split, made))
             split.inputs = split.inputs.to(dtype)
     return made
 
@@ -109,8 +107,7 @@ class TorchSamples:
             raise BadSample(
                 f"--data={self.name}: sample {index}: {type(error).__name__}: {error}"
             ) from error
-        problem = _problem_of(image, label, self.shape, self.classes)
-        if problem:
+        if problem := _problem_of(image, label, self.shape, self.classes):
             raise BadSample(f"--data={self.name}: sample {index}: {problem}")
         return image.to(self.dtype), int(label)
 

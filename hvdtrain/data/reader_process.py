@@ -1,7 +1,5 @@
 """Processes of readers, which only SIGKILL ends (`hvdtrain.data.reading`)."""
 
-from __future__ import annotations
-
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.popen_forkserver import Popen
 from typing import Any

@@ -3,8 +3,6 @@
 The processes are forked by a fork server, as forking a process with a running Horovod is unsafe.
 """
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import os

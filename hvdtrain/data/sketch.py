@@ -4,8 +4,6 @@ Whole numbers and texts are compared exactly. Other numbers are compared by a fe
 a tolerance: image decoders and processors round differently, whereas other samples differ by far.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from typing import Any

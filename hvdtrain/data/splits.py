@@ -1,7 +1,5 @@
 """Types of splits and data sets, their checks, and fingerprints that detect changed samples."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
@@ -45,8 +43,7 @@ class Split(Protocol):
 
 def check_split(flag: str, name: str, part: str, split: Any) -> None:
     """Raise UsageError unless `split`, from the user's `flag`=`name`, is a Split with samples."""
-    lacking = [method for method in ("__len__", "batch") if not hasattr(split, method)]
-    if lacking:
+    if lacking := [method for method in ("__len__", "batch") if not hasattr(split, method)]:
         raise UsageError(
             f"{flag}={name}: its {part} split, a {type(split).__name__}, has no "
             f"{' and no '.join(lacking)} (see hvdtrain.Split)"

@@ -4,8 +4,6 @@ Random numbers depend only on (seed, epoch, sample), not on the rank, the batch,
 an augmented run is the same for every number of workers, and after resuming.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -94,8 +92,7 @@ class ChangedSplit:
         read = stream(self.split, (self.to_read(indices, epoch) for indices in ahead), epoch)
         # In this order: the batch that has just come is then in `now` without being computed again.
         for one, indices in zip(read, now, strict=True):
-            changed = self.change(one.on(), indices, epoch)
-            yield Loaded(changed, len(indices) - one.bad, one.bad)
+            yield Loaded(self.change(one.on(), indices, epoch), len(indices) - one.bad, one.bad)
 
 
 @dataclass(eq=False)
@@ -149,8 +146,7 @@ class ResizedSplit(ChangedSplit):
     size: tuple[int, int]
 
     def change(self, batch: Batch, indices: Indices, epoch: int) -> Batch:
-        inputs, labels = batch
-        return resize(inputs, self.size), labels
+        return resize(batch[0], self.size), batch[1]
 
 
 def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:
@@ -163,8 +159,13 @@ def resized(dataset: Dataset, size: tuple[int, int]) -> Dataset:
         for split in (dataset.train, dataset.valid)
     )
     change = f"resized from {height}x{width} to {size[0]}x{size[1]}, bilinear"
-    note = ", ".join(filter(None, (dataset.note, change)))
-    return replace(dataset, shape=(channels, *size), train=train, valid=valid, note=note)
+    return replace(
+        dataset,
+        shape=(channels, *size),
+        train=train,
+        valid=valid,
+        note=", ".join(filter(None, (dataset.note, change))),
+    )
 
 
 def resize(inputs: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

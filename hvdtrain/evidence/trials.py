@@ -22,7 +22,7 @@ from hvdtrain.documents import read_json
 from hvdtrain.errors import EXIT_USAGE, TrainingError
 from hvdtrain.evidence.children import CommandProcess, guarded, wait_while
 from hvdtrain.interpreter import module_argv
-from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv, search_path
+from hvdtrain.launcher.horovodrun import horovodrun_argv, search_path
 from hvdtrain.launcher.processes import marked
 from hvdtrain.records.folders import SUMMARY
 
@@ -68,8 +68,7 @@ class Training:
             command = [*module_argv("hvdtrain.cli"), "train", *self.words, *flags]
         if workers == 1:
             return command
-        launch = HorovodrunOptions(workers, self.controller, [("localhost", workers)])
-        return horovodrun_argv(launch, command)
+        return horovodrun_argv(command, workers, self.controller)
 
     def environment(self, options: Mapping[str, object]) -> dict[str, str]:
         """Return the variables of a run."""

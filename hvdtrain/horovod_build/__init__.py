@@ -1,10 +1,11 @@
 """The Horovod that hvdtrain trains with: built here, for the torch of an environment.
 
-edits         what is changed in Horovod's published source, and why; `native/`: files of ours
+edits         what is changed in Horovod's published source, and why; `native/` and `runner/`: files
+              of ours that are added
 environment   the Python environment that gets it: its torch, its installer, what is refused
 requirements  programs and files of the system without which nothing can be built
 mpi, cuda     what Horovod is built with, besides torch: Open MPI, CUDA's compiler, NCCL
-wheel         the inputs of a wheel, and the cache of wheels by their hash
+wheel         what a wheel is built for and with, and the cache of wheels by the hash of that
 build         from source to wheel, with progress; an interrupted build is continued
 install       `hvdtrain install-horovod`: choose, build, install, check
 

@@ -19,15 +19,16 @@ from pathlib import Path
 from hvdtrain.cgroups import limits, usable_cores
 from hvdtrain.errors import PreflightError
 from hvdtrain.horovod_build.commands import end
-from hvdtrain.horovod_build.cuda import Cuda, build_variables, complete_toolkit
+from hvdtrain.horovod_build.cuda import build_variables, complete_toolkit
 from hvdtrain.horovod_build.edits import (
     HOROVOD_SHA256,
     HOROVOD_VERSION,
     apply_edits,
     edits_for,
 )
-from hvdtrain.horovod_build.environment import Environment, Torch
+from hvdtrain.horovod_build.environment import Torch
 from hvdtrain.horovod_build.mpi import Mpi
+from hvdtrain.horovod_build.wheel import Choice
 
 # CMake 3.26 supports C++20 for every compiler that torch supports; 4 is the newest tested.
 BUILD_TOOLS = (
@@ -38,79 +39,69 @@ LOOK_EVERY_S = 0.5
 NOTICE_EVERY_PERCENT = 25  # where the output is not a terminal
 
 
-@dataclass(frozen=True)
-class Build:
-    """A build of Horovod for one environment."""
+def build_wheel(choice: Choice, say: Callable[[str], None], work: Path, log: Path) -> Path:
+    """Build the wheel of a choice within `work`; return its path. Raises PreflightError.
 
-    environment: Environment
-    torch: Torch
-    mpi: Mpi | None
-    cuda: Cuda | None
-    say: Callable[[str], None]
-
-    def run(self, work: Path, log: Path) -> Path:
-        """Build the wheel within `work`; return its path. Raises PreflightError.
-
-        The message has the first error and the path of the log.
-        """
-        if self.mpi and self.mpi.source == "pip" and " " in str(self.environment.prefix):
-            raise PreflightError(
-                f"Horovod cannot be built in a path with a space ({self.environment.prefix}): Open "
-                "MPI's compiler wrapper does not quote it. Move the environment, or install Open "
-                "MPI 4 on the system, or build without MPI"
-            )
-        steps = Steps(work, log, self.say)
-        tools, source = work / "tools", work / f"horovod-{HOROVOD_VERSION}"
-        steps.once(
-            "install the build tools",
-            tools,
-            [*self.environment.installer, "--quiet", "--target", str(tools), *BUILD_TOOLS],
+    The message has the first error and the path of the log.
+    """
+    environment = choice.environment
+    if choice.mpi and choice.mpi.source == "pip" and " " in str(environment.prefix):
+        raise PreflightError(
+            f"Horovod cannot be built in a path with a space ({environment.prefix}): Open MPI's "
+            "compiler wrapper does not quote it. Move the environment, or install Open MPI 4 on "
+            "the system, or build without MPI"
         )
-        variables = self._variables(work, steps)
-        pip = self.environment.pip
-        steps.once(
-            "download Horovod",
-            work / "sdist",
-            [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod"]
-            + ["--dest", str(work / "sdist"), "--requirement", str(_write_requirement(work))],
-            variables,
-        )
-        if not (work / "edited").exists():
-            _unpack(next((work / "sdist").glob("horovod-*.tar.gz")), work)
-            apply_edits(source, edits_for(has_mpi=self.mpi is not None))
-            (work / "edited").touch()
-        steps.run(
-            "build Horovod",
-            [*pip, "wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
-            + ["--no-index", "--wheel-dir", str(work / "wheel"), str(source)],
-            variables,
-            shows_progress=True,
-        )
-        return next((work / "wheel").glob("horovod-*.whl"))
+    steps = Steps(work, log, say)
+    tools, source = work / "tools", work / f"horovod-{HOROVOD_VERSION}"
+    install = [*environment.installer, "--quiet", "--target"]
+    steps.once("install the build tools", tools, [*install, str(tools), *BUILD_TOOLS])
+    variables = _variables(choice, work, steps)
+    requirement = work / "horovod.txt"
+    requirement.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n")
+    steps.once(
+        "download Horovod",
+        work / "sdist",
+        [*environment.pip, "download", "--no-deps", "--no-build-isolation"]
+        + ["--no-binary", "horovod", "--dest", str(work / "sdist")]
+        + ["--requirement", str(requirement)],
+        variables,
+    )
+    if not (work / "edited").exists():
+        _unpack(next((work / "sdist").glob("horovod-*.tar.gz")), work)
+        apply_edits(source, edits_for(has_mpi=choice.mpi is not None))
+        (work / "edited").touch()
+    steps.run(
+        "build Horovod",
+        [*environment.pip, "wheel", "--verbose", "--no-deps", "--no-build-isolation"]
+        + ["--no-cache-dir", "--no-index", "--wheel-dir", str(work / "wheel"), str(source)],
+        variables,
+        shows_progress=True,
+    )
+    return next((work / "wheel").glob("horovod-*.whl"))
 
-    def _variables(self, work: Path, steps: Steps) -> dict[str, str]:
-        """Return the environment of the build, with CUDA's compiler installed if it is needed."""
-        tools = work / "tools"
-        variables = clean_variables(dict(os.environ)) | build_flags(self.torch, self.mpi)
-        variables["PYTHONPATH"] = str(tools)
-        variables["HOROVOD_CMAKE"] = str(tools / "bin" / "cmake")
-        variables.setdefault("MAKEFLAGS", f"-j{parallel_compilers()}")
-        path = [str(self.environment.scripts), variables["PATH"]]
-        if self.cuda:
-            root = self.cuda.root
-            if root is None:
-                target = work / "cuda"  # not on Python's path, where torch has its parts of CUDA
-                command = [*self.environment.installer, "--quiet", "--target", str(target)]
-                what = f"install CUDA's compiler ({self.cuda.toolkit})"
-                steps.once(what, target, [*command, self.cuda.package])
-                root = complete_toolkit(target)
-            variables |= build_variables(self.cuda, root)
-            path.insert(0, f"{root}/bin")
-        variables["PATH"] = os.pathsep.join(path)
-        if self.mpi and self.mpi.source == "pip":
-            # By default the wrapper would store the path of this environment in the wheel.
-            variables["OMPI_LDFLAGS"] = f"-L{self.environment.prefix / 'lib'}"
-        return variables
+
+def _variables(choice: Choice, work: Path, steps: Steps) -> dict[str, str]:
+    """Return the environment of the build, with CUDA's compiler installed if it is needed."""
+    environment, mpi, cuda, tools = choice.environment, choice.mpi, choice.cuda, work / "tools"
+    variables = clean_variables(dict(os.environ)) | build_flags(choice.torch, mpi)
+    variables["PYTHONPATH"] = str(tools)
+    variables["HOROVOD_CMAKE"] = str(tools / "bin" / "cmake")
+    variables.setdefault("MAKEFLAGS", f"-j{parallel_compilers()}")
+    path = [str(environment.scripts), variables["PATH"]]
+    if cuda:
+        root = cuda.root
+        if root is None:
+            target = work / "cuda"  # not on Python's path, where torch has its parts of CUDA
+            install = [*environment.installer, "--quiet", "--target", str(target), cuda.package]
+            steps.once(f"install CUDA's compiler ({cuda.toolkit})", target, install)
+            root = complete_toolkit(target)
+        variables |= build_variables(cuda, root)
+        path.insert(0, f"{root}/bin")
+    variables["PATH"] = os.pathsep.join(path)
+    if mpi and mpi.source == "pip":
+        # By default the wrapper would store the path of this environment in the wheel.
+        variables["OMPI_LDFLAGS"] = f"-L{environment.prefix / 'lib'}"
+    return variables
 
 
 def build_flags(torch: Torch, mpi: Mpi | None) -> dict[str, str]:
@@ -241,12 +232,6 @@ class Progress:
             rest_s = (100 - percent) * (now_s - self._first[1]) / done
             line += f", about {rest_s:.0f} s left"
         return line
-
-
-def _write_requirement(work: Path) -> Path:
-    requirement = work / "horovod.txt"
-    requirement.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n")
-    return requirement
 
 
 def _unpack(archive: Path, into: Path) -> None:

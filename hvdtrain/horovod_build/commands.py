@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from hvdtrain.errors import PreflightError
 
@@ -24,8 +25,8 @@ def run(
     PreflightError, with the last lines, when the command fails or exceeds `timeout_s`. `what`: the
     action, for the message.
     """
-    with started(command, what, environment, shown) as running:
-        return running.finish(timeout_s)
+    with started(command, what, environment, shown) as finish:
+        return finish(timeout_s)
 
 
 @contextmanager
@@ -34,8 +35,10 @@ def started(
     what: str,
     environment: dict[str, str] | None = None,
     shown: bool = False,
-) -> Iterator[Running]:
-    """Start a command, to be finished within the block; it is killed if the block raises."""
+) -> Iterator[Callable[..., str]]:
+    """Start a command, and yield `finish`, which waits for its end and returns its standard output,
+    as `run` does; it is killed if the block raises.
+    """
     try:
         process = subprocess.Popen(
             command,
@@ -50,29 +53,20 @@ def started(
     except OSError as error:
         raise PreflightError(f"could not {what}: {command[0]}: {error.strerror}") from error
     try:
-        yield Running(process, what)
+        yield partial(_finish, process, what)
     finally:
         end(process)
 
 
-class Running:
-    """A command that was started."""
-
-    def __init__(self, process: subprocess.Popen[str], what: str) -> None:
-        self._process, self._what = process, what
-
-    def finish(self, timeout_s: float | None = None) -> str:
-        """Wait for the end; return the standard output. Raises PreflightError, as `run` does."""
-        try:
-            output, errors = self._process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise PreflightError(
-                f"could not {self._what}: timed out after {timeout_s:g} s"
-            ) from error
-        if code := self._process.returncode:
-            tail = "\n".join(((output or "") + errors).strip().splitlines()[-SHOWN_LINES:])
-            raise PreflightError(f"could not {self._what} (exit code {code}):\n{tail}")
-        return output or ""
+def _finish(process: subprocess.Popen[str], what: str, timeout_s: float | None = None) -> str:
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise PreflightError(f"could not {what}: timed out after {timeout_s:g} s") from error
+    if code := process.returncode:
+        tail = "\n".join(((output or "") + errors).strip().splitlines()[-SHOWN_LINES:])
+        raise PreflightError(f"could not {what} (exit code {code}):\n{tail}")
+    return output or ""
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -105,12 +105,11 @@ def _find_toolkit(cuda: str) -> tuple[Path | None, str]:
 
 
 def _compilers() -> Iterator[str]:
-    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
-        if folder := os.environ.get(name):
-            yield from filter(None, [shutil.which("nvcc", path=f"{folder}/bin")])
-    yield from filter(None, [shutil.which("nvcc")])
-    for usual in sorted(USUAL.glob("cuda*")):
-        yield from filter(None, [shutil.which("nvcc", path=str(usual / "bin"))])
+    named = map(os.environ.get, ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"))
+    folders = [f"{folder}/bin" for folder in named if folder]
+    usual = [f"{folder}/bin" for folder in sorted(USUAL.glob("cuda*"))]
+    # Without a folder: on PATH.
+    return filter(None, (shutil.which("nvcc", path=path) for path in [*folders, None, *usual]))
 
 
 def _root_of(program: str) -> Path:

@@ -6,47 +6,26 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.errors import PreflightError
-from hvdtrain.horovod_build.build import Build
+from hvdtrain.horovod_build.build import build_wheel
 from hvdtrain.horovod_build.commands import run
-from hvdtrain.horovod_build.cuda import Cuda, find_cuda, has_gpu
-from hvdtrain.horovod_build.edits import HOROVOD_VERSION
-from hvdtrain.horovod_build.environment import NEWEST_TORCH, Environment, Torch
-from hvdtrain.horovod_build.mpi import INSTALL_HINT, Mpi, find_mpi
+from hvdtrain.horovod_build.cuda import find_cuda, has_gpu
+from hvdtrain.horovod_build.environment import NEWEST_TORCH, Environment
+from hvdtrain.horovod_build.mpi import INSTALL_HINT, find_mpi
 from hvdtrain.horovod_build.requirements import (
     build_requirements,
     explain_missing,
     missing_requirements,
 )
-from hvdtrain.horovod_build.wheel import cached_wheel, obtain_wheel, wheel_inputs
+from hvdtrain.horovod_build.wheel import Choice, cached_wheel, obtain_wheel, wheel_inputs
 from hvdtrain.interpreter import module_argv
 
 ALL_REDUCE_TIMEOUT_S = 120
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What Horovod is built for and with."""
-
-    environment: Environment
-    torch: Torch
-    mpi: Mpi | None
-    cuda: Cuda | None
-
-    @property
-    def text(self) -> str:
-        device = f"GPUs (CUDA {self.cuda.version}, NCCL {self.cuda.nccl})" if self.cuda else "CPUs"
-        mpi = f"Open MPI {self.mpi.version}" if self.mpi else "no MPI"
-        return f"Horovod {HOROVOD_VERSION} for torch {self.torch.version}, {device}, Gloo, {mpi}"
-
-    @property
-    def controllers(self) -> tuple[str, ...]:
-        return ("gloo", "mpi") if self.mpi else ("gloo",)
 
 
 def choose(
@@ -78,17 +57,15 @@ def choose(
 
 def obtain(choice: Choice, say: Say) -> Path:
     """Return the wheel of a choice, from the cache or built now. Raises PreflightError."""
-    inputs = wheel_inputs(choice.environment, choice.torch, choice.mpi, choice.cuda)
+    inputs = wheel_inputs(choice)
     if cached := cached_wheel(inputs):
         say(f"{choice.text}: the wheel is in the cache")
         return cached
-    requirements = build_requirements(choice.environment.python_header)
-    if missing := missing_requirements(requirements):
+    if missing := missing_requirements(build_requirements(choice.environment.python_header)):
         raise PreflightError(explain_missing(missing))
     say(f"building {choice.text}: a few minutes, once")
     started = time.monotonic()
-    build = Build(choice.environment, choice.torch, choice.mpi, choice.cuda, say)
-    wheel = obtain_wheel(inputs, build.run, say)
+    wheel = obtain_wheel(inputs, partial(build_wheel, choice, say), say)
     say(f"built in {time.monotonic() - started:.0f} s; kept as {wheel}")
     return wheel
 

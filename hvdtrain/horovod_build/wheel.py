@@ -1,4 +1,4 @@
-"""The inputs of a wheel of Horovod, and the cache of wheels by the hash of their inputs."""
+"""What a wheel of Horovod is built for and with, and the cache of wheels by the hash of that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hvdtrain.errors import PreflightError
 from hvdtrain.horovod_build.cuda import Cuda
-from hvdtrain.horovod_build.edits import HOROVOD_SHA256, edits_sha256
+from hvdtrain.horovod_build.edits import HOROVOD_SHA256, HOROVOD_VERSION, edits_sha256
 from hvdtrain.horovod_build.environment import Environment, Torch
 from hvdtrain.horovod_build.mpi import Mpi
 
@@ -26,6 +26,26 @@ def cache_folder() -> Path:
     """Return the folder of wheels and build logs: `$XDG_CACHE_HOME/hvdtrain/horovod`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hvdtrain" / "horovod"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What Horovod is built for and with."""
+
+    environment: Environment
+    torch: Torch
+    mpi: Mpi | None
+    cuda: Cuda | None
+
+    @property
+    def text(self) -> str:
+        device = f"GPUs (CUDA {self.cuda.version}, NCCL {self.cuda.nccl})" if self.cuda else "CPUs"
+        mpi = f"Open MPI {self.mpi.version}" if self.mpi else "no MPI"
+        return f"Horovod {HOROVOD_VERSION} for torch {self.torch.version}, {device}, Gloo, {mpi}"
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        return ("gloo", "mpi") if self.mpi else ("gloo",)
 
 
 @dataclass(frozen=True)
@@ -50,17 +70,16 @@ class WheelInputs:
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def wheel_inputs(
-    environment: Environment, torch: Torch, mpi: Mpi | None, cuda: Cuda | None
-) -> WheelInputs:
+def wheel_inputs(choice: Choice) -> WheelInputs:
     """Return the inputs for this machine and the environment that will hold the wheel."""
+    torch, mpi, cuda = choice.torch, choice.mpi, choice.cuda
     return WheelInputs(
         horovod_sha256=HOROVOD_SHA256,
         edits_sha256=edits_sha256(has_mpi=mpi is not None),
         torch=torch.version,
         torch_old_abi=torch.old_abi,
         cxx_standard=torch.cxx_standard,
-        python=environment.abi,
+        python=choice.environment.abi,
         machine=platform.machine(),
         libc="-".join(platform.libc_ver()),
         mpi=mpi.identity if mpi else None,

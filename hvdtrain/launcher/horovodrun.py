@@ -9,7 +9,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -68,36 +67,38 @@ MASTER_ADDR, MASTER_PORT = "HVDTRAIN_MASTER_ADDR", "HVDTRAIN_MASTER_PORT"
 VERSION_LIMIT_S = 30.0  # for `mpirun --version`
 
 
-@dataclass(frozen=True)
-class HorovodrunOptions:
-    """Options of one horovodrun command."""
-
-    workers: int
-    controller: str  # gloo or mpi
-    hosts: Sequence[tuple[str, int]]  # name and number of workers
-    interface: str | None = None  # network interface; None: horovodrun selects one
-    start_timeout_s: int = 60
-    verbose: bool = False
-    mpi_prefix: str | None = None  # Open MPI's folder on other hosts; None: on their PATH
-
-
 def agent_argv(job: str) -> list[str]:
     """Return the command that starts an agent (hvdtrain/launcher/agent.py), and so a worker."""
     return [*module_argv("hvdtrain.launcher.agent"), job]
 
 
-def horovodrun_argv(options: HorovodrunOptions, worker: Sequence[str]) -> list[str]:
-    """Return the horovodrun command that starts one process of `worker` for each worker."""
-    horovodrun = str(Path(sys.executable).parent / "horovodrun")
-    argv = [horovodrun, "-np", str(options.workers), f"--{options.controller}"]
-    argv += ["-H", ",".join(f"{name}:{slots}" for name, slots in options.hosts)]
+def horovodrun_argv(
+    worker: Sequence[str],
+    workers: int,
+    controller: str,
+    hosts: Sequence[tuple[str, int]] = (),
+    *,
+    interface: str | None = None,
+    start_timeout_s: int = 60,
+    verbose: bool = False,
+    prefix: str | None = None,
+) -> list[str]:
+    """Return the horovodrun command that starts so many processes of `worker`.
+
+    `controller`: gloo or mpi. `hosts`: name and number of workers of each; by default all workers
+    are on this machine. `interface`: of the network; None: horovodrun selects one. `prefix`: Open
+    MPI's folder on other hosts; None: it is on their PATH.
+    """
+    argv = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(workers), f"--{controller}"]
+    named = hosts or [("localhost", workers)]
+    argv += ["-H", ",".join(f"{name}:{slots}" for name, slots in named)]
     # The cached checks go stale when hosts change.
-    argv += ["--disable-cache", "--start-timeout", str(options.start_timeout_s)]
-    if options.interface:
-        argv += ["--network-interface", options.interface]
-    if options.controller == "mpi" and options.mpi_prefix:
-        argv += [f"--mpi-args=--prefix {shlex.quote(options.mpi_prefix)}"]
-    if options.verbose:
+    argv += ["--disable-cache", "--start-timeout", str(start_timeout_s)]
+    if interface:
+        argv += ["--network-interface", interface]
+    if controller == "mpi" and prefix:
+        argv += [f"--mpi-args=--prefix {shlex.quote(prefix)}"]
+    if verbose:
         argv += ["--verbose"]
     return [*argv, *worker]
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from hvdtrain.errors import UsageError, refuse
 from hvdtrain.launcher.addresses import name_key, name_problem, shown, user_problem
-from hvdtrain.log import counted
+from hvdtrain.log import counted, few
 
 MOST_SLOTS = 65_536
 MOST_HOSTS = 16_384
@@ -58,10 +58,9 @@ def take_slots(hosts: Sequence[Host], np: int) -> tuple[Host, ...]:
             taken.append(replace(host, slots=min(host.slots, left)))
             left -= taken[-1].slots
     if left > 0:
-        named = ", ".join(f"{host.address} {host.slots}" for host in hosts[:SHOWN_HOSTS])
-        more = f", and {len(hosts) - SHOWN_HOSTS} more" if len(hosts) > SHOWN_HOSTS else ""
+        named = few([f"{host.address} {host.slots}" for host in hosts], SHOWN_HOSTS)
         raise UsageError(
-            f"-np {np}: the hosts have {counted(np - left, 'slot')} ({named}{more}); lower -np to "
+            f"-np {np}: the hosts have {counted(np - left, 'slot')} ({named}); lower -np to "
             f"{np - left}, add hosts, or give a host more slots (`NAME slots=N` in a hostfile, "
             "`-H NAME:N`)"
         )
@@ -217,7 +216,7 @@ def _parse_options(
                 unknown.append(shown(word))
     if unknown:
         problems.append(
-            f"{', '.join(unknown[:4])}: not understood; a host's name may be followed by slots=N, "
+            f"{few(unknown)}: not understood; a host's name may be followed by slots=N, "
             "max_slots=N or username=NAME"
         )
     if most and slots and slots > most:

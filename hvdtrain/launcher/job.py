@@ -14,11 +14,10 @@ from hvdtrain.errors import EXIT_OK, PreflightError
 from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.doctor import Finding
-from hvdtrain.launcher.doctor.examination import Preflight, first_address, preflight, withdraw
+from hvdtrain.launcher.doctor.examination import Examination, first_address, preflight, withdraw
 from hvdtrain.launcher.horovodrun import (
     MASTER_ADDR,
     MASTER_PORT,
-    HorovodrunOptions,
     agent_argv,
     horovodrun_argv,
     horovodrun_environment,
@@ -169,7 +168,7 @@ class LaunchJob:
             names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
             self._logs.note(f"start {start + 1}: {counted(plan.workers, 'worker')} on {names}")
             supervisor = Supervisor(
-                command=horovodrun_argv(horovodrun_options(plan, ssh), agent_argv(job)),
+                command=job_argv(plan, ssh, job),
                 environment=horovodrun_environment(os.environ, plan.settings, ssh.path)
                 | master_of(self._plan.interface, plan.hosts, report),
                 channel=channel,
@@ -184,7 +183,7 @@ class LaunchJob:
                 return supervisor.run()
 
     def _withdraw(
-        self, job: str, hosts: Sequence[Host], report: Preflight, ssh: SshSetup, channel: Channel
+        self, job: str, hosts: Sequence[Host], report: Examination, ssh: SshSetup, channel: Channel
     ) -> None:
         """Remove the ticket from the hosts where no agent has joined, which would have done so."""
         joined = {self._host_of(rank) for rank in channel.admitted}
@@ -192,7 +191,6 @@ class LaunchJob:
         withdraw([host for host in left if not is_local(host)], ssh, job)
 
     def _orders(self, token: str, start: int) -> Orders:
-        path = {"PATH": search_path(os.environ)}  # `python` is the one that runs hvdtrain
         return Orders(
             token=token,
             command=self._plan.restarted if start else self._plan.command,
@@ -200,7 +198,7 @@ class LaunchJob:
             hostname=socket.gethostname(),
             environment={
                 **os.environ,
-                **path,
+                "PATH": search_path(os.environ),  # `python` is the one that runs hvdtrain
                 **self._plan.settings,
                 RESTART: str(start),
                 JOB: self._name,
@@ -208,7 +206,7 @@ class LaunchJob:
             },
         )
 
-    def _place(self, hosts: Sequence[Host], report: Preflight, start: int) -> JobPlan:
+    def _place(self, hosts: Sequence[Host], report: Examination, start: int) -> JobPlan:
         """Return the plan of this start: the first needs every host, a restart --min-np slots."""
         plan = self._plan
         problems = [item for item in report.findings if item.status == "fail"]
@@ -228,8 +226,7 @@ class LaunchJob:
         for item in problems:
             self._notify(f"left out: {explain(item)}")
         workers, interface = min(plan.workers, slots), plan.interface or report.interface
-        placed = take_slots(fit, workers)
-        return replace(plan, workers=workers, hosts=placed, interface=interface)
+        return replace(plan, workers=workers, hosts=take_slots(fit, workers), interface=interface)
 
 
 def slots_by_host(hosts: Sequence[Host], workers: int) -> dict[str, int]:
@@ -255,7 +252,7 @@ def explain(finding: Finding) -> str:
     return f"{where}{finding.check}: {finding.text}{'. ' if finding.fix else ''}{finding.fix}"
 
 
-def master_of(chosen: str | None, hosts: Sequence[Host], report: Preflight) -> dict[str, str]:
+def master_of(chosen: str | None, hosts: Sequence[Host], report: Examination) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT: the first host as the others reach it, a random port.
 
     Unless the user has `chosen` an interface, workers also use theirs towards this address.
@@ -265,14 +262,15 @@ def master_of(chosen: str | None, hosts: Sequence[Host], report: Preflight) -> d
     return {MASTER_ADDR: address, MASTER_PORT: str(secrets.choice(MASTER_PORTS)), **towards}
 
 
-def horovodrun_options(plan: JobPlan, ssh: SshSetup) -> HorovodrunOptions:
-    """Return the options of horovodrun for the hosts of a plan, by names that it accepts."""
-    return HorovodrunOptions(
-        workers=plan.workers,
-        controller=plan.controller,
-        hosts=tuple((ssh.name_of(host), host.slots) for host in plan.hosts),
+def job_argv(plan: JobPlan, ssh: SshSetup, job: str) -> list[str]:
+    """Return the command that starts a job's agents on the hosts of a plan."""
+    return horovodrun_argv(
+        agent_argv(job),
+        plan.workers,
+        plan.controller,
+        [(ssh.name_of(host), host.slots) for host in plan.hosts],
         interface=plan.interface,
         start_timeout_s=max(1, round(plan.limits.start_timeout_s)),
         verbose=plan.verbose,
-        mpi_prefix=mpi_prefix(),
+        prefix=mpi_prefix(),
     )

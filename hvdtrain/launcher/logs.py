@@ -101,8 +101,7 @@ class Logs:
 
     def horovodrun_lines(self) -> list[str]:
         """Return the lines in horovodrun.log since the last start, without the launcher's own."""
-        text = (self.folder / HOROVODRUN).read_text("utf-8", errors="replace")
-        lines = text.splitlines()
+        lines = (self.folder / HOROVODRUN).read_text("utf-8", errors="replace").splitlines()
         starts = [at for at, line in enumerate(lines) if line.startswith(START)]
         return [line for line in lines[starts[-1] if starts else 0 :] if line[:4] != NOTE]
 

@@ -105,8 +105,7 @@ def run_child(command: Sequence[str], limit_s: float) -> subprocess.CompletedPro
 
 def has_ended(pid: int) -> bool:
     """Return whether a child has ended, without reaping it: its pid stays reserved."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, pid, options) is not None
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def remove_sessions_of_dead_mpiruns() -> None:

@@ -87,8 +87,8 @@ class SshSetup:
             self._names[host.address] = host.name if taken else f"hvdtrain-host-{number}"
 
     def __enter__(self) -> SshSetup:
-        runs_programs = in_job() or not all(is_local(host) for host in self._hosts)
-        parent = programs_folder(runs_programs)
+        executable = in_job() or not all(map(is_local, self._hosts))
+        parent = programs_folder(executable)
         _remove_abandoned(Path(parent))
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
         self.path = Path(self._folder.name)

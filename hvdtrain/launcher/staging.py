@@ -223,8 +223,8 @@ def problems_of(state: Facts) -> list[str]:
         problems.append(f"its glibc {there['glibc']} is older than {here['glibc']} here")
     inside = [path for path in states if Path(path).is_relative_to(here["home"])]
     if inside and there["home"] != here["home"]:
-        home = here["home"]
-        problems.append(f"the home there is {there['home']}, and {inside[0]} is in {home}")
+        where = f"and {inside[0]} is in {here['home']}"
+        problems.append(f"the home there is {there['home']}, {where}")
     return problems
 
 
@@ -236,8 +236,7 @@ def unstage(hosts: Sequence[Host], ssh: SshSetup, trees: Trees) -> list[Finding]
         for host, answer in staging.ask(dict.fromkeys(sessions, remove)).items():
             used, left = answer.values["used"], answer.values["left"]
             kept = [f"{path}/{names[0]}" for path, names in left.items() if names]
-            count = sum(map(len, left.values()))
-            files = counted(count, "file")
+            files = counted(sum(map(len, left.values())), "file")
             text = f"removed, but {files} not staged or changed there ({', '.join(kept)})"
             staging.note(host, *used, ok=text if kept else "removed")
     return staging.findings

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 from hvdtrain import log
 from hvdtrain.launcher.ranks import SUSPENDED_STATES, Rank
 from hvdtrain.launcher.supervise import Watch
-from hvdtrain.log import counted, discard, duration, has_screen, rate, write_all
+from hvdtrain.log import counted, discard, duration, few, has_screen, rate, write_all
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,7 +23,6 @@ RANKS_SHOWN = 16
 SLOW = 1.2  # multiple of the median of the ranks' own time in a step
 SILENT_S = 10.0
 REFRESH_S = 0.5
-HIDDEN_NAMED = 4
 PLAIN = ("", "waiting", "ended")  # descriptions of healthy ranks
 
 
@@ -120,9 +119,8 @@ def render(watch: Watch) -> RenderableType:
 
 def _describe_hidden(ranks: list[Rank], slow: set[int]) -> str:
     worst = [r.label for r in ranks if r.has_failed or describe(r, r.number in slow) not in PLAIN]
-    named = f": look at {', '.join(worst[:HIDDEN_NAMED])}" if worst else ""
-    rest = len(worst) - HIDDEN_NAMED
-    return f"and {len(ranks)} more{named}" + (f", and {rest} of the others" if rest > 0 else "")
+    named = f": look at {few(worst)}" if worst else ""
+    return f"and {len(ranks)} more{named}"
 
 
 def headline(watch: Watch) -> str:

@@ -3,8 +3,6 @@
 On a terminal, progress is a live bar; to a pipe (always under horovodrun) a line per interval.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,8 +46,8 @@ class Console:
         used = gpu_figures(gpu)
         if self._bar is not None:
             self._bar.update(totals.step - self._bar.n)
-            shown = {"loss": f"{totals.loss:.4f}", "lr": f"{lr:.4g}"}
-            self._bar.set_postfix(shown | ({"gpu": used} if used else {}))
+            gpu_part = {"gpu": used} if used else {}
+            self._bar.set_postfix({"loss": f"{totals.loss:.4f}", "lr": f"{lr:.4g}"} | gpu_part)
             return
         say(
             f"step {totals.step}/{self._total_steps} {totals.step / self._total_steps:.0%}  "
@@ -211,8 +209,10 @@ def _checks(summary: Mapping[str, Any]) -> Iterator[str]:
             f"another rank as well, {computed.get('failed')} failed"
         )
     if (trace := summary.get("trace")) and trace.keys() >= HEAD.keys():
-        records = counted(trace["records"], "record")
-        yield f"trace: {records}, to step {trace['step']}; sha256 {trace['sha256']}"
+        yield (
+            f"trace: {counted(trace['records'], 'record')}, to step {trace['step']}; "
+            f"sha256 {trace['sha256']}"
+        )
 
 
 def way_on(checkpoints: Sequence[Path], is_script: bool = False) -> str:
@@ -221,6 +221,5 @@ def way_on(checkpoints: Sequence[Path], is_script: bool = False) -> str:
     """
     if not checkpoints:
         return "stopped before a checkpoint was saved"
-    saved = step_of(checkpoints[0].name)
     how = 'script with resume="auto"' if is_script else "command with --resume auto"
-    return f"saved at step {saved:,}: the same {how} continues from there"
+    return f"saved at step {step_of(checkpoints[0].name):,}: the same {how} continues from there"

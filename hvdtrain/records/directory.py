@@ -1,7 +1,5 @@
 """The folder of a live run: its lock, configuration, summary, evaluation and record files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -136,15 +134,16 @@ class RunDirectory:
         steps = (_step_of(line) for path in self._records() for line in record_lines(path))
         return int(max((step for step in steps if step < math.inf), default=0))
 
-    def read_tracker(self, name: str) -> dict[str, Any]:
-        """Return what an earlier start of the run has stored for a tracker; empty if nothing."""
+    def tracked_as(self, tracker: str) -> str | None:
+        """Return the id of the run in a tracker, if an earlier start has stored one."""
+        run_id: str | None = None
         with suppress(OSError, ValueError):
-            return parse_json(read_text(self.path / f"{name}.json"))
-        return {}
+            run_id = parse_json(read_text(self.path / f"{tracker}.json")).get("run_id")
+        return run_id
 
-    def write_tracker(self, name: str, content: dict[str, Any]) -> None:
-        """Store what a later start of the run needs to continue its record in a tracker."""
-        self._write(f"{name}.json", [json.dumps(content), "\n"])
+    def track_as(self, tracker: str, run_id: str) -> None:
+        """Store the id of the run in a tracker, by which a later start continues its record."""
+        self._write(f"{tracker}.json", [json.dumps({"run_id": run_id}), "\n"])
 
     def restart_trace(self, head: dict[str, Any] | None) -> None:
         """Let the summary of an earlier start name `head`, with which the trace now ends."""

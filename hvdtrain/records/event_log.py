@@ -1,13 +1,11 @@
 """The event log of a run: lines of JSON, and scalars for TensorBoard and other writers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.audit import AuditRecord
 from hvdtrain.files import json_ready, make_folder, why_not_written
@@ -17,9 +15,6 @@ from hvdtrain.records.folders import AUDITS, METRICS, TENSORBOARD
 from hvdtrain.records.trackers import Tracker
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metering import Totals
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 NO_FIGURES: Mapping[str, float] = {}
 
@@ -86,8 +81,10 @@ class EventLog:
     ) -> None:
         """`resumed_from`: a step. `classes`: names. `trackers`: of scalars, besides TensorBoard."""
         self._directory, self._classes = directory, list(classes)
-        files = TensorBoardFiles(directory.path / TENSORBOARD, resumed_from)
-        self._writers: list[TensorBoardFiles | Tracker] = [files, *trackers]
+        self._writers: list[TensorBoardFiles | Tracker] = [
+            TensorBoardFiles(directory.path / TENSORBOARD, resumed_from),
+            *trackers,
+        ]
 
     def interval_end(
         self, totals: Totals, lr: float, gpu: Mapping[str, float] = NO_FIGURES
@@ -96,8 +93,9 @@ class EventLog:
         norm = {"gradient_norm": totals.gradient_norm}
         phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
         figures = {f"gpu_{name}": value for name, value in gpu.items()}
-        record = {"kind": "step", **_trained(totals, lr), **norm, **figures, **phases}
-        self._directory.append(METRICS, record)
+        self._directory.append(
+            METRICS, {"kind": "step", **_trained(totals, lr), **norm, **figures, **phases}
+        )
         scalars = {
             "train/loss": totals.loss,
             "samples_per_s": totals.samples_per_s,
@@ -112,8 +110,8 @@ class EventLog:
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         """Write one line for an epoch; `evaluation`: None if it was not due."""
         record = {"kind": "epoch", **_trained(totals, lr), "samples": totals.samples}
-        record |= self._evaluation(totals, evaluation) if evaluation else {}
-        self._directory.append(METRICS, record)
+        evaluated = self._evaluation(totals, evaluation) if evaluation else {}
+        self._directory.append(METRICS, record | evaluated)
 
     def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
         """Write one line for an evaluation within an epoch."""

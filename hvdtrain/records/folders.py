@@ -1,7 +1,5 @@
 """Folders of runs: the names of their files, and which folder a new run may take."""
 
-from __future__ import annotations
-
 import glob
 import re
 from collections.abc import Iterator

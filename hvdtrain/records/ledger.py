@@ -1,7 +1,5 @@
 """The records of a run: all that rank 0 prints and writes."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time
@@ -78,7 +76,7 @@ class Ledger:
         if not isinstance(error, PeerFailure | Stopped | AuditMismatch | AgreedFailure):
             # "x": the first cause stays, and no link is followed
             with suppress(OSError), (self._folder / CAUSE).open("x", encoding="utf-8") as stream:
-                stream.write(f"rank {self._rank}: {_text_of(error)}")
+                stream.write(f"rank {self._rank}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Close all files and release the run directory."""
@@ -105,8 +103,9 @@ class RunLedger(Ledger):
         """
         take_cause(directory.path)  # from an earlier start
         self._directory = directory
-        folder, keep = directory.path / CHECKPOINTS, config["keep_checkpoints"]
-        self.checkpoints = Checkpoints(folder, keep, directory.run_id)
+        self.checkpoints = Checkpoints(
+            directory.path / CHECKPOINTS, config["keep_checkpoints"], directory.run_id
+        )
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
         step = resumed["step"] if resumed else 0
@@ -222,11 +221,11 @@ class RunLedger(Ledger):
             return
         statuses = {AuditMismatch: "audit_failed", Stopped: "stopped"}
         matching = (status for kind, status in statuses.items() if isinstance(error, kind))
-        cause = take_cause(self._directory.path)
+        text, cause = f"{type(error).__name__}: {error}", take_cause(self._directory.path)
         self._summary |= {
             "status": next(matching, "failed"),
             "ended": moment(),
-            "error": cause if cause and isinstance(error, PeerFailure) else _text_of(error),
+            "error": cause if cause and isinstance(error, PeerFailure) else text,
         }
         with suppress(HvdtrainError):
             self._directory.write_summary(self._summary)
@@ -235,8 +234,7 @@ class RunLedger(Ledger):
         """Close all files and release the run directory; after a stop, print how to continue."""
         self._console.close()
         if self._summary["status"] == "stopped":
-            is_script = "script" in self._takeaway["config"]
-            say(way_on(self.checkpoints.complete(), is_script))
+            say(way_on(self.checkpoints.complete(), "script" in self._takeaway["config"]))
         self._events.close(self._summary)
         self._directory.close()
 
@@ -295,7 +293,3 @@ def take_cause(folder: Path) -> str | None:
     with suppress(OSError):
         path.unlink()
     return text
-
-
-def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

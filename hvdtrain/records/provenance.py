@@ -2,8 +2,6 @@
 the software, which are compared on resume.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os
@@ -68,8 +66,8 @@ def code_revision(code: Iterable[str | Path | None]) -> dict[str, Any] | None:
     """
     files = [_file_of(name) for name in code if name]
     for file in (*filter(None, files), None):
-        output = _git(file.parent if file else Path.cwd(), "rev-parse", "--show-toplevel", "HEAD")
-        lines = (output or "").splitlines()
+        folder = file.parent if file else Path.cwd()
+        lines = (_git(folder, "rev-parse", "--show-toplevel", "HEAD") or "").splitlines()
         if len(lines) == 2:
             return {
                 "folder": lines[0],

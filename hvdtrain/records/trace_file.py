@@ -6,8 +6,6 @@ in the summary, and in the manifest and the state of each checkpoint. So a recor
 removed or added shows, and so does a file that was cut, up to the newest head.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,8 +50,7 @@ class TraceFile:
 
     def append(self, record: TraceRecord) -> None:
         """Add a record to the chain."""
-        linked = asdict(record) | {"previous": self.head["sha256"]}
-        chained = stamped(TRACE, json_ready(linked))
+        chained = stamped(TRACE, json_ready(asdict(record) | {"previous": self.head["sha256"]}))
         self._directory.append(TRACE, chained)
         self.head = {
             "step": record.step,

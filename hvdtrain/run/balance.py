@@ -1,7 +1,5 @@
 """Shares in proportion to the speed of the workers: `--rank-weights auto`."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence
@@ -62,8 +60,7 @@ def measure_weights(job: Job, exchange: Exchange) -> tuple[float, ...]:
     batch = next(iter(job.sampler.global_batches(0)))
     seconds = []
     for _ in range(WARM_UP + MEASURED):
-        data = job.feed.step(batch, exchange.rank)
-        loaded = list(data.batches)
+        loaded = list(job.feed.step(batch, exchange.rank).batches)
         exchange.all_gather_object(None, "hvdtrain.balance.begin")
         began_s = time.perf_counter()
         for part in loaded:
@@ -85,6 +82,5 @@ def as_weights(speeds: Sequence[float | None]) -> tuple[float, ...]:
     measured = [speed for speed in speeds if speed]
     if not measured or min(measured) >= max(measured) * (1 - ALIKE):
         return (1.0,) * len(speeds)
-    mean = statistics.fmean(measured)
-    fastest = max(measured)
+    mean, fastest = statistics.fmean(measured), max(measured)
     return tuple(max(round((speed or mean) / fastest, 2), 0.01) for speed in speeds)

@@ -1,7 +1,5 @@
 """The hooks of a run, which the loop calls: audits and trace, keeper, profiler."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,9 +83,9 @@ def _make_tracer(
     saved_at = (job.intervals.checkpoint or job.total_steps, job.sampler.steps_per_epoch)
 
     def is_due(step: int) -> bool:
-        after_checkpoint = any((step - 1) % interval == 0 for interval in saved_at)
-        is_regular = step % every == 0 or step == job.total_steps
-        return is_regular or (after_checkpoint and not repeats)
+        if step % every == 0 or step == job.total_steps:
+            return True
+        return not repeats and any((step - 1) % interval == 0 for interval in saved_at)
 
     return Tracer(job, exchange, setting, is_due, ledger.traced, keeps_sums=not repeats)
 
@@ -121,8 +119,7 @@ def _make_auditor(
 
     Canonical sums are always checked bit by bit.
     """
-    settings, reduction = config.check, job.reduction
-    ring = exchange.ring()
+    settings, reduction, ring = config.check, job.reduction, exchange.ring()
     check: BoundCheck | CanonicalCheck | ExactCheck = BoundCheck(ring, reduction)
     if config.batch.virtual_workers is not None:
         check = CanonicalCheck(ring, config.batch.virtual_workers)

@@ -303,8 +303,8 @@ def _of_this_loop(config: TrainConfig, number: int, exchange: Exchange) -> Train
     has.
     """
     if number > 1:
-        named = replace(config.run, experiment=f"{config.run.experiment}-loop-{number}")
-        config = replace(config, run=named)
+        name = f"{config.run.experiment}-loop-{number}"
+        config = replace(config, run=replace(config.run, experiment=name))
     return of_this_job(config, exchange)
 
 

@@ -1,7 +1,5 @@
 """Preparation of a job from its configuration: the steps that each rank takes on its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -160,8 +158,7 @@ def _feed(
             )
         convert_to_sync(model, exchange, every)
     everyone = has_sync_bn or (script is not None and script.gathers)
-    micro_batches = config.batch.grad_accum_steps
-    feed = Feed(source.data.train, sampler, source.shares, micro_batches, everyone)
+    feed = Feed(source.data.train, sampler, source.shares, config.batch.grad_accum_steps, everyone)
     if normalises_over_batch(model):
         _refuse_small_batches(feed, config.schedule, has_sync_bn)
     return feed
@@ -301,9 +298,11 @@ def _refuse_small_batches(feed: Feed, settings: ScheduleConfig, sync_bn: bool) -
                     f"over all workers (--grad-accum-steps={accum_steps}). Choose another batch"
                 )
             if not sync_bn and smallest < 2:
-                virtual = isinstance(shares, VirtualShares)
-                kind = "virtual worker" if virtual else "worker"
-                advice = "Choose fewer of them" if virtual else "Add --sync-bn"
+                kind, advice = (
+                    ("virtual worker", "Choose fewer of them")
+                    if isinstance(shares, VirtualShares)
+                    else ("worker", "Add --sync-bn")
+                )
                 raise UsageError(
                     f"{text} of a batch of {counted(size, 'sample')} some {kind} gets {smallest} "
                     f"at a time ({sampler.samples} samples, {counted(len(shares.weights), kind)}, "
@@ -323,8 +322,8 @@ def _try_once(
     shares = source.shares.of_rank(rank)
     # To reach the share of a later rank, samples in order would be read for a long time.
     samples = min(len(split), len(source.shares.weights)) if in_order(split) else len(split)
-    parts = [source.shares.of_all(samples, share) for share in shares[:1]]
-    indices = np.array([n for part in parts for n in part[:TRIED_SAMPLES]], dtype=np.int64)
+    part = source.shares.of_all(samples, shares[0]) if shares else range(0)
+    indices = np.array(part[:TRIED_SAMPLES], dtype=np.int64)
     if len(indices) == 0:
         return
     try:

@@ -1,7 +1,5 @@
 """The process of a worker: a quick start, memory kept between steps, reports of failures."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Search for the run to resume: its folder, its configuration and its newest good checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Mapping
@@ -234,19 +232,14 @@ def _resumable_in(directory: RunDirectory, config: TrainConfig, size: int) -> Re
     if finished := _finished_summary(config, stored, directory.path):
         return Resumable(directory, Resumed(batch_size, finished=finished))
     checkpoint, state = _load_state(config, directory.path / CHECKPOINTS)
-    if state:
-        _warn_if_buckets_differ(config, stored, size)
-    resumed = Resumed(batch_size, state, rank_weights=stored.get("rank_weights"))
-    return Resumable(directory, resumed, checkpoint)
-
-
-def _warn_if_buckets_differ(config: TrainConfig, stored: dict[str, Any], size: int) -> None:
     before, now = stored.get("bucket_bytes"), config.precision.bucket_bytes
-    if size > 2 and config.batch.virtual_workers is None and str(before) != now:
+    if state and size > 2 and config.batch.virtual_workers is None and str(before) != now:
         say(
             f"resume: --bucket-bytes {now}, and {before or 'another size'} before: gradients are "
             "added in another order, so the last bits are not those of an uninterrupted run"
         )
+    resumed = Resumed(batch_size, state, rank_weights=stored.get("rank_weights"))
+    return Resumable(directory, resumed, checkpoint)
 
 
 def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path: Path) -> None:
@@ -256,21 +249,17 @@ def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path
     if config.batch.global_batch_size is None:  # a resumed run keeps its global batch
         wanted["global_batch_size"] = stored.get("global_batch_size")
     problems = [
-        f"{_as_given(option, wanted[option.name])}: the run in {path} was started "
-        f"{_with(stored[option.name])}; a resumed run is the same experiment: "
-        f"{_as_flag(option, stored[option.name])}"
+        f"{flag_of(option.name)}{_shown(wanted[option.name], ' is not given', '=')}: the run in "
+        f"{path} was started {_shown(stored[option.name], 'without it', 'with ')}; a resumed run "
+        f"is the same experiment: {_as_flag(option, stored[option.name])}"
         for option in train_options().values()
         if option.learns and wanted[option.name] != stored[option.name]
     ]
     refuse(problems, f"; or give all its options: --config {path / CONFIG}")
 
 
-def _as_given(option: Option, value: Any) -> str:
-    return flag_of(option.name) + (" is not given" if value is None else f"={value}")
-
-
-def _with(value: Any) -> str:
-    return "without it" if value is None else f"with {value}"
+def _shown(value: Any, absent: str, prefix: str) -> str:
+    return absent if value is None else f"{prefix}{value}"
 
 
 def _as_flag(option: Option, value: Any) -> str:

@@ -1,7 +1,5 @@
 """Comparison of the data that ranks have built, each in its own process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,13 +32,12 @@ def refuse_other_data(
     first = hosts.index(hosts[exchange.rank])
 
     def check() -> None:
-        splits = {"train": data.train, "valid": data.valid}
-        differences = {
-            part: difference(everyone[first][part], local_fields[part], splits[part])
-            for part in local_fields
-        }
-        differing = {part: text for part, text in differences.items() if text}
-        problems = [f"the {p} data {text}, unlike on rank {first}" for p, text in differing.items()]
+        expected, splits = everyone[first], {"train": data.train, "valid": data.valid}
+        problems = [
+            f"the {part} data {text}, unlike on rank {first}"
+            for part, fields in local_fields.items()
+            if (text := difference(expected[part], fields, splits[part]))
+        ]
         refuse(problems, f". {ADVICE}")
 
     run_on_all(exchange, "data_of_ranks", check)

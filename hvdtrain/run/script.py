@@ -2,8 +2,6 @@
 keywords, where `train` has flags.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import runpy

@@ -48,8 +48,11 @@ class StopSignals:
         self._fd = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         # Under nohup SIGHUP is ignored; so is SIGINT in the background of a script, but it counts.
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        numbers = [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP)]
-        self._handlers = {number: signal.signal(number, self._handle) for number in numbers}
+        self._handlers = {
+            number: signal.signal(number, self._handle)
+            for number in STOP_SIGNALS
+            if not (ignored and number == signal.SIGHUP)
+        }
         self._thread.start()
         return self
 

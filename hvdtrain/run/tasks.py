@@ -1,7 +1,5 @@
 """The task of a configuration and its data, on this rank and over all hosts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -119,8 +117,8 @@ def find_source(
     """
     hosts = hosts_of(exchange.all_gather_object(local_rank, "hvdtrain.local_ranks"))
     host = hosts[exchange.rank]
-    folder = Path(_of_host(config.data.data_dir, host, config))
     if script is None and config.model.task is None:
+        folder = Path(_of_host(config.data.data_dir, host, config))
         run_on_all(
             exchange,
             "download",
@@ -190,12 +188,11 @@ def _place(
     )
     _, train, valid = zip(*(all_parts[rank] for rank in firsts), strict=True)
     host = hosts[exchange.rank]
-    note = f"{data.note}; parts of {' + '.join(map(str, train))} samples on {len(train)} hosts"
     whole = replace(
         data,
         train=PartSplit(data.train, sum(train[:host]), sum(train)),
         valid=PartSplit(data.valid, sum(valid[:host]), sum(valid)),
-        note=note,
+        note=f"{data.note}; parts of {' + '.join(map(str, train))} samples on {len(train)} hosts",
     )
     return TaskData(
         task,
@@ -276,8 +273,9 @@ def build_task(config: TrainConfig, host: int = 0, workers_here: int = 1) -> Tas
     if not isinstance(made, Task):
         raise UsageError(f"--task={name}: returned {type(made).__name__}, expected hvdtrain.Task")
     needed = ("build_data", "build_model", "loss")
-    lacking = [method for method in needed if getattr(type(made), method) is getattr(Task, method)]
-    if lacking:
+    if lacking := [
+        method for method in needed if getattr(type(made), method) is getattr(Task, method)
+    ]:
         raise UsageError(
             f"--task={name}: {type(made).__name__} does not define {', '.join(lacking)} "
             "(see hvdtrain.Task)"
@@ -335,5 +333,5 @@ def build_model(task: Task, config: TrainConfig) -> torch.nn.Module:
     name = config.model.task
     if name is None:
         return task.build_model()
-    model = plugins.call("--task", name, task.build_model)
-    return check_model("--task", name, model).to(DTYPES[config.model.dtype])
+    model = check_model("--task", name, plugins.call("--task", name, task.build_model))
+    return model.to(DTYPES[config.model.dtype])

@@ -1,13 +1,11 @@
 """`hvdtrain evaluate` and `hvdtrain predict`: use of trained models on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,13 +55,22 @@ Takeaway = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 
 
+class Saved(NamedTuple):
+    """The checkpoint of a trained model, whose weights are verified."""
+
+    source: Path  # the folder of a run or of a checkpoint, as it was given
+    path: Path  # of the checkpoint
+    weights: Weights
+    manifest: dict[str, Any]
+
+
 def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
     """Evaluate a checkpoint on its validation data, or on other data. Returns the exit code.
 
     `overrides`: the training options that `arguments` may replace.
     """
-    source = Path(arguments["source"])
-    weights, takeaway = read_checkpoint(source)
+    saved = read_checkpoint(Path(arguments["source"]))
+    source, takeaway = saved.source, saved.manifest.get("takeaway", {})
     if "config" not in takeaway:
         raise UsageError(f"{source}: its checkpoint does not record how it was trained")
     if command := takeaway["config"].get("script"):
@@ -77,22 +84,22 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str]) -> int:
             )
         return run_script(
             command,
-            lambda script: _of_script(script, weights, arguments),
+            lambda script: _of_script(script, saved, arguments),
             source,
             takeaway["config"].get("loop", 1),
         )
     stored = _parsed(source, known_options, takeaway["config"])
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
     config = build_config(_chosen(source, stored, overrides, arguments))
-    if (config.model.num_classes or 0) > sum(tensor.numel() for tensor in weights.values()):
+    if (config.model.num_classes or 0) > sum(tensor.numel() for tensor in saved.weights.values()):
         raise UsageError(f"{source}: has {config.model.num_classes:,} classes, and fewer weights")
     task = build_task(config)
     trained, classes = takeaway.get("classes"), task.takeaway().get("classes")
     if trained != classes:
         raise UsageError(f"--data={config.data.data}: {_other_classes(classes, trained)}")
     if config.model.task is None:
-        _refuse_other_sizes(source, config.model.model, task.build_model, weights)
-    model = _with_weights(build_model(task, config), weights, source)
+        _refuse_other_sizes(saved, config.model.model, task.build_model)
+    model = _with_weights(build_model(task, config), saved)
     figures = _evaluate(model, task, build_data(task, config), config.model.device)
     write_json(arguments["json"], figures | {"classes": trained})
     return EXIT_OK
@@ -110,15 +117,15 @@ def _other_classes(classes: Any, trained: Any) -> str:
 
 
 def _of_script(
-    script: Script, weights: Weights, arguments: dict[str, Any]
+    script: Script, saved: Saved, arguments: dict[str, Any]
 ) -> Generator[Step, None, int]:
     """Evaluate these weights as a script does, without any step of its loop."""
     yield from ()
     if not len(script.data.valid):
         raise UsageError(f"{script.path}: its loop has no samples to validate with")
-    model = _with_weights(script.model, weights, Path(arguments["source"]))
-    figures = _evaluate(model, script.task, script.data, arguments["device"] or "auto")
-    write_json(arguments["json"], figures)
+    model = _with_weights(script.model, saved)
+    device_name = arguments["device"] or "auto"
+    write_json(arguments["json"], _evaluate(model, script.task, script.data, device_name))
     return EXIT_OK
 
 
@@ -143,25 +150,23 @@ def _evaluate(model: torch.nn.Module, task: Task, data: Splits, device_name: str
 
 def predict(arguments: dict[str, Any]) -> int:
     """Print the likeliest classes of images; name those not readable. Returns the exit code."""
-    source = Path(arguments["source"])
-    weights, takeaway = read_checkpoint(source)
+    saved = read_checkpoint(Path(arguments["source"]))
+    source, takeaway = saved.source, saved.manifest.get("takeaway", {})
     form, dtype = _format_of(source, takeaway), DTYPES[takeaway["dtype"]]
     takeaway = _chosen(source, takeaway, ("model",), arguments)
     most = DataConfig(max_image_pixels=arguments["max_image_pixels"]).max_image_pixels
     paths = _images(arguments["images"])
     classes, shape = takeaway["classes"], tuple(takeaway["shape"])
     build = partial(build_network, takeaway["model"], shape, len(classes), dtype)
-    _refuse_other_sizes(source, takeaway["model"], build, weights)
-    model = build()
+    _refuse_other_sizes(saved, takeaway["model"], build)
     device = choose_device(arguments["device"] or "auto", Topology())
-    model = _with_weights(model, weights, source).to(device).eval()
+    model = _with_weights(build(), saved).to(device).eval()
     records: list[dict[str, Any]] = []  # with --json: the scores of many classes take memory
     predicted = 0
     pixels_each = max(form.height * form.width, shape[1] * shape[2])
     at_a_time = max(1, min(PREDICTED_AT_A_TIME, MOST_PIXELS_AT_A_TIME // pixels_each))
     for start in range(0, len(paths), at_a_time):
-        read = _readable(paths[start : start + at_a_time], form, most or MAX_PIXELS)
-        if read:
+        if read := _readable(paths[start : start + at_a_time], form, most or MAX_PIXELS):
             stacked = torch.stack([pixels for _, pixels in read])
             inputs = resize(normalised(stacked, form, dtype), shape[1:])
             with torch.no_grad():
@@ -177,13 +182,13 @@ def predict(arguments: dict[str, Any]) -> int:
     return EXIT_OK
 
 
-def read_checkpoint(source: Path) -> tuple[Weights, Takeaway]:
-    """Return weights and takeaway of a run's or checkpoint's folder. Raises UsageError."""
+def read_checkpoint(source: Path) -> Saved:
+    """Return the checkpoint of a run's or checkpoint's folder. Raises UsageError."""
     path = find_weights(source)
     if not path.is_dir():
         raise UsageError(f"{source}: a run's folder or a checkpoint's is needed, not weights alone")
     try:
-        return load_weights(path)
+        return Saved(source, path, *load_weights(path))
     except DamagedCheckpoint as error:
         raise UsageError(str(error)) from error
 
@@ -219,9 +224,7 @@ def _parsed(source: Path, parse: Callable[..., Any], *values: Any) -> Any:
         raise UsageError(f"{source}: its checkpoint is not what a run writes: {error}") from error
 
 
-def _refuse_other_sizes(
-    source: Path, name: str, build: Callable[[], torch.nn.Module], weights: Weights
-) -> None:
+def _refuse_other_sizes(saved: Saved, name: str, build: Callable[[], torch.nn.Module]) -> None:
     """Raise UsageError if the weights are not those of the network that `build` makes, before it is
     made: a forged checkpoint may ask for any size. `name`: of the network; user code is trusted.
     """
@@ -232,22 +235,21 @@ def _refuse_other_sizes(
             shapes = {key: tensor.shape for key, tensor in build().state_dict().items()}
     except NotImplementedError:  # some networks of torchvision compute with their first values
         return
-    wrong = [key for key, shape in shapes.items() if weights[key].shape != shape]
-    if wrong:
-        raise UsageError(f"{source}: its weights are not those of {name}: {wrong[0]} differs")
+    if wrong := [key for key, shape in shapes.items() if saved.weights[key].shape != shape]:
+        raise UsageError(f"{saved.source}: its weights are not those of {name}: {wrong[0]} differs")
 
 
-def _with_weights(model: torch.nn.Module, weights: Weights, source: Path) -> torch.nn.Module:
+def _with_weights(model: torch.nn.Module, saved: Saved) -> torch.nn.Module:
     """Return the model with these weights, and with what only the state of the checkpoint has."""
-    path = find_weights(source)
-    if (path / STATE_FILE).is_file() and model.state_dict().keys() != weights.keys():
-        weights = completed(weights, load_state(path), model)
+    weights = saved.weights
+    if (saved.path / STATE_FILE).is_file() and model.state_dict().keys() != weights.keys():
+        weights = completed(weights, load_state(saved.path, saved.manifest), model)
     try:
         load_model(model, weights)
     except RuntimeError as error:
         raise UsageError(
-            f"{source}: its weights are not those of the model that it names; has the code of the "
-            f"model changed? {error}"
+            f"{saved.source}: its weights are not those of the model that it names; has the code "
+            f"of the model changed? {error}"
         ) from error
     return model
 
@@ -311,8 +313,7 @@ def _readable(
     read = []
     for path in paths:
         try:
-            pixels = read_image(path, form.channels, max_pixels)
-            read.append((path, centred(pixels, form)))
+            read.append((path, centred(read_image(path, form.channels, max_pixels), form)))
         except BadSample as error:
             complain(f"skipped: {error}")
     return read

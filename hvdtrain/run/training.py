@@ -1,7 +1,5 @@
 """Assembly of a training run on this rank: exchange, data, model, ledger, audit and signals."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -201,8 +199,9 @@ def _prepare(
         # The weights of the checkpoint replace pretrained ones.
         config = replace(config, model=replace(config.model, pretrained=None))
     if config.batch.rank_weights == AUTO:
-        before = resumed.rank_weights
-        config, source = balance(config, source, batch_size, exchange, topology, before)
+        config, source = balance(
+            config, source, batch_size, exchange, topology, resumed.rank_weights
+        )
     job = run_on_all(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )

@@ -198,12 +198,16 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     return weights, _read_state(path)
 
 
-def load_state(path: Path) -> dict[str, Any]:
+def load_state(path: Path, manifest: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the verified training state of a checkpoint.
 
-    Raises DamagedCheckpoint as `load_checkpoint` does.
+    `manifest`: as `load_weights` has returned it, so that only the state is verified. Raises
+    DamagedCheckpoint as `load_checkpoint` does.
     """
-    _verify(path, (MODEL_FILE, STATE_FILE))
+    if manifest is None:
+        _verify(path, (MODEL_FILE, STATE_FILE), read_manifest(path))
+    else:
+        _verify(path, (STATE_FILE,), manifest)
     return _read_state(path)
 
 
@@ -218,28 +222,27 @@ def _read_state(path: Path) -> dict[str, Any]:
 def load_weights(
     path: Path, verify: Sequence[str] = (MODEL_FILE,)
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the weights of a checkpoint and its takeaway, the values for their users.
+    """Return the weights of a checkpoint and its manifest, with the takeaway for their users.
 
     Raises DamagedCheckpoint unless the files to verify match the manifest; others may be missing.
     """
-    manifest = _verify(path, verify)
+    manifest = read_manifest(path)
+    _verify(path, verify, manifest)
     try:
         weights = read_safetensors(path / MODEL_FILE)
         most = most_bytes(manifest["files"][MODEL_FILE]["bytes"])
-        return from_stored(weights, manifest.get("forms", {}), most), manifest.get("takeaway", {})
+        return from_stored(weights, manifest.get("forms", {}), most), manifest
     except Exception as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
 
 
-def _verify(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Return the manifest. Raises DamagedCheckpoint unless these files match it."""
-    manifest = read_manifest(path)
+def _verify(path: Path, names: Sequence[str], manifest: Mapping[str, Any]) -> None:
+    """Raise DamagedCheckpoint unless these files match the manifest."""
     for name in names:
         with suppress(OSError):
             if manifest["files"][name] == _describe(path / name):
                 continue
         raise DamagedCheckpoint(f"{path / name} is not what was written (size or SHA-256)")
-    return manifest
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

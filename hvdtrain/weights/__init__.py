@@ -5,8 +5,6 @@ and checkpoints. Pickled code is never run: torch reads with `weights_only`, and
 refuses are refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pickle
@@ -215,11 +213,10 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
         weights_path = find_weights(path)
         weights, removed = clean_names(read_weights(path))
         notes = [f"{len(weights)} tensors from {weights_path}", *describe_removed(removed)]
-        notes += _load(model, weights)
+        return [*notes, *_load(model, weights)]
     except UsageError as error:
         reasons = [reason.removeprefix(f"{path}: ") for reason in error.problems]
         raise UsageError(*(f"--pretrained={path}: {reason}" for reason in reasons)) from error
-    return notes
 
 
 def _load(model: nn.Module, weights: Weights) -> list[str]:
@@ -231,7 +228,12 @@ def _load(model: nn.Module, weights: Weights) -> list[str]:
     auxiliary = {n for n in weights if n not in targets and n.partition(".")[0] in AUXILIARY}
     head, head_notes = _leave_head(model, weights, origins, targets)
     common = weights.keys() & targets.keys() - head
-    wrong = sorted(name for name in common if _differs(weights[name], targets[name]))
+    wrong = sorted(
+        name
+        for name in common
+        if weights[name].shape != targets[name].shape
+        or weights[name].is_floating_point() != targets[name].is_floating_point()
+    )
     left = auxiliary | head | set(wrong)
     chosen = {name: tensor for name, tensor in weights.items() if name not in left}
     values, type_notes = _converted(chosen, targets)
@@ -269,11 +271,6 @@ def _leave_head(
     layer, _, _ = names[0].rpartition(".")
     counts = f"{len(weights[names[0]])} classes in the file, {len(targets[names[0]])} here"
     return set(names), [f"head {layer}: {counts}: reinitialised"]
-
-
-def _differs(theirs: torch.Tensor, ours: torch.Tensor) -> bool:
-    """Return whether shapes differ, or only one of the types is floating point."""
-    return theirs.shape != ours.shape or theirs.is_floating_point() != ours.is_floating_point()
 
 
 def _converted(weights: Weights, targets: Weights) -> tuple[Weights, list[str]]:

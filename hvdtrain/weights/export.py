@@ -1,7 +1,5 @@
 """Export of plain weights, independent of how they were trained."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError, refuse
+from hvdtrain.errors import EXIT_OK, HvdtrainError, UsageError, every_problem, refuse
 from hvdtrain.files import obey_umask, sha256_of
 from hvdtrain.log import say
 from hvdtrain.weights import find_weights, read_weights
@@ -46,13 +44,16 @@ def export(source: Path, out: Path, force: bool = False, keep_names: bool = Fals
 
 
 def _refuse_unfit(out: Path, force: bool) -> None:
-    unfit = {
-        f"the name must end in {SUFFIX}": out.suffix != SUFFIX,
-        f"there is no folder {out.parent}": not out.parent.is_dir(),
-        "is a folder": out.is_dir(),
-        "already exists; --force replaces it": out.exists() and not out.is_dir() and not force,
-    }
-    refuse(f"{out}: {problem}" for problem, applies in unfit.items() if applies)
+    problems = every_problem(
+        (out.suffix != SUFFIX, f"the name must end in {SUFFIX}"),
+        (not out.parent.is_dir(), f"there is no folder {out.parent}"),
+        (out.is_dir(), "is a folder"),
+        (
+            out.exists() and not out.is_dir() and not force,
+            "already exists; --force replaces it",
+        ),
+    )
+    refuse(f"{out}: {problem}" for problem in problems)
 
 
 def _write(weights: Weights, out: Path, force: bool) -> str:

@@ -1,13 +1,12 @@
 """Names of tensors: without the prefixes that wrappers, compilers and trainers add."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 
 import torch
 
 from hvdtrain.errors import UsageError
+from hvdtrain.log import few
 
 Weights = dict[str, torch.Tensor]
 # Parts of names that torch.compile, FSDP and its wrapper for checkpointed activations add.
@@ -77,8 +76,7 @@ def without_prefix(weights: Weights, targets: Weights) -> tuple[Weights, list[st
     chosen = {n.removeprefix(prefix): t for n, t in weights.items() if n.startswith(prefix)}
     notes = describe_removed({prefix: len(chosen)})
     if others := [name for name in weights if not name.startswith(prefix)]:
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        notes.append(f"not loaded, as their names lack {prefix}: {', '.join(others[:3])}{more}")
+        notes.append(f"not loaded, as their names lack {prefix}: {few(others, 3)}")
     return chosen, notes
 
 

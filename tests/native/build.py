@@ -6,9 +6,9 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.horovod_build import edits
+from hvdtrain import horovod_build
 
-NATIVE = Path(edits.__file__).with_name("native")
+NATIVE = Path(horovod_build.__file__).with_name("native")
 
 HERE = Path(__file__).parent
 # Pieces of 64 bytes, so that a short sum has as many as a long one has in a job.

@@ -15,8 +15,9 @@ from hvdtrain.errors import PreflightError
 from hvdtrain.horovod_build import cuda as cuda_module
 from hvdtrain.horovod_build.cuda import complete_toolkit, find_cuda, has_gpu
 from hvdtrain.horovod_build.environment import Environment, Torch, torchvision_for
-from hvdtrain.horovod_build.install import Choice, choose
+from hvdtrain.horovod_build.install import choose
 from hvdtrain.horovod_build.mpi import Mpi, find_mpi
+from hvdtrain.horovod_build.wheel import Choice
 from hvdtrain.interpreter import module_argv
 from tests.unit.programs import put
 

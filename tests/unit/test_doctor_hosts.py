@@ -14,7 +14,7 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.launcher.doctor import Finding, ssh_failures
-from hvdtrain.launcher.doctor.examination import Preflight, examine, preflight
+from hvdtrain.launcher.doctor.examination import Examination, examine, preflight
 from hvdtrain.launcher.doctor.sessions import open_sessions
 from hvdtrain.launcher.doctor.ssh_failures import NoAnswer, explain
 from hvdtrain.launcher.hosts import Host
@@ -40,18 +40,18 @@ def listening() -> Iterator[int]:
 
 def check(
     hosts: list[Host], options: SshOptions, port: int = 0, ticket: dict[str, str] | None = None
-) -> Preflight:
+) -> Examination:
     with SshSetup(hosts, options) as ssh:
         return preflight(hosts, ssh, port, ticket, LIMIT_S)
 
 
-def wrong(found: Preflight) -> list[Finding]:
+def wrong(found: Examination) -> list[Finding]:
     """What is not ok, but for software that this machine may lack."""
     software = ("torch", "torchvision", "horovod")
     return [item for item in found.findings if item.status != "ok" and item.check not in software]
 
 
-def the_one(found: Preflight) -> Finding:
+def the_one(found: Examination) -> Finding:
     (finding,) = wrong(found)
     return finding
 

@@ -28,6 +28,7 @@ program = importlib.import_module("launch.install.__main__")
 
 ROOT = Path(__file__).parents[2]
 MPI = Mpi("4.1.4", "system")
+BUILD_FILES = ("edits/sums.py", "native/waiting.h")
 
 
 def read_tree(root: Path) -> dict[str, bytes]:
@@ -175,9 +176,14 @@ def test_find_system_mpi_passes_over_other_environments(tmp_path: Path, monkeypa
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A checkout that seems to be set up, of two files and an empty interpreter."""
+    """A checkout that seems to be set up, of four files and an empty interpreter."""
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     monkeypatch.setattr(program, "find_system_mpi", lambda outside: MPI)
+    build = tmp_path / "hvdtrain" / "horovod_build"
+    monkeypatch.setattr(program.install, "__file__", str(build / "install.py"))
+    for name in BUILD_FILES:
+        (build / name).parent.mkdir(parents=True)
+        (build / name).write_text("\n")
     (tmp_path / "launch").mkdir()
     (tmp_path / "setup.py").write_text("setup()\n")
     made = program.Checkout(tmp_path)
@@ -189,15 +195,16 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_fingerprint_depends_on_what_setup_depends_on(checkout, monkeypatch) -> None:
-    """Fails when a changed pin, requirement or MPI leaves the environment as it is; or when tools
-    for tests, once installed, are asked for again by a set-up without them.
+    """Fails when a changed pin, requirement, MPI, or file of Horovod's build leaves the environment
+    as it is; or when tools for tests, once installed, are asked for again by a set-up without them.
     """
     assert checkout.is_up_to_date()
     for other in (None, Mpi("4.1.5", "system"), Mpi("4.1.4", "pip")):
         monkeypatch.setattr(program, "find_system_mpi", lambda outside, mpi=other: mpi)
         assert not checkout.is_up_to_date()
     monkeypatch.setattr(program, "find_system_mpi", lambda outside: MPI)
-    for path in (checkout.constraints, checkout.root / "setup.py"):
+    files = [checkout.root / "hvdtrain" / "horovod_build" / name for name in BUILD_FILES]
+    for path in (checkout.constraints, checkout.root / "setup.py", *files):
         before = path.read_text()
         path.write_text(before + "# changed\n")
         assert not checkout.is_up_to_date()

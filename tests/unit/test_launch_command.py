@@ -6,7 +6,9 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,6 @@ from hvdtrain.errors import UsageError
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.horovodrun import (
     SETTING_REASONS,
-    HorovodrunOptions,
     agent_argv,
     find_controller,
     find_mpirun,
@@ -30,56 +31,54 @@ START = [f"{BIN}/horovodrun", "-np"]
 END = [*module_argv("hvdtrain.launcher.agent"), "4711-abc"]
 
 
+def options(*parts: Any, **named: Any) -> Callable[..., list[str]]:
+    """horovodrun_argv with these arguments after the first, the worker."""
+    return lambda worker: horovodrun_argv(worker, *parts, **named)
+
+
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("argv_of", "expected"),
     [
         (
-            HorovodrunOptions(4, "gloo", [("localhost", 4)], None, 600),
+            options(4, "gloo", start_timeout_s=600),
             "4 --gloo -H localhost:4 --disable-cache --start-timeout 600",
         ),
         (
-            HorovodrunOptions(4, "mpi", [("alpha", 1), ("10.0.0.2", 2), ("c", 1)], None, 30),
+            options(4, "mpi", [("alpha", 1), ("10.0.0.2", 2), ("c", 1)], start_timeout_s=30),
             "4 --mpi -H alpha:1,10.0.0.2:2,c:1 --disable-cache --start-timeout 30",
         ),
         (
-            HorovodrunOptions(
-                2, "gloo", [("a", 1), ("hvdtrain-host-2", 1)], "eth1", 600, verbose=True
-            ),
-            "2 --gloo -H a:1,hvdtrain-host-2:1 --disable-cache --start-timeout 600 "
+            options(2, "gloo", [("a", 1), ("hvdtrain-b", 1)], interface="eth1", verbose=True),
+            "2 --gloo -H a:1,hvdtrain-b:1 --disable-cache --start-timeout 60 "
             "--network-interface eth1 --verbose",
         ),
         (
-            HorovodrunOptions(1, "mpi", [("a", 1)], "ib0", 600, mpi_prefix="/opt/env"),
-            "1 --mpi -H a:1 --disable-cache --start-timeout 600 --network-interface ib0 "
+            options(1, "mpi", [("a", 1)], interface="ib0", prefix="/opt/env"),
+            "1 --mpi -H a:1 --disable-cache --start-timeout 60 --network-interface ib0 "
             "'--mpi-args=--prefix /opt/env'",
         ),
         (
-            HorovodrunOptions(1, "mpi", [("a", 1)], None, 600, mpi_prefix="/my env/x"),
-            "1 --mpi -H a:1 --disable-cache --start-timeout 600 "
-            "\"--mpi-args=--prefix '/my env/x'\"",
+            options(1, "mpi", [("a", 1)], prefix="/my env/x"),
+            "1 --mpi -H a:1 --disable-cache --start-timeout 60 \"--mpi-args=--prefix '/my env/x'\"",
         ),
         (
-            HorovodrunOptions(1, "gloo", [("a", 1)], None, 600, mpi_prefix="/opt/env"),
-            "1 --gloo -H a:1 --disable-cache --start-timeout 600",
+            options(1, "gloo", [("a", 1)], prefix="/opt/env"),
+            "1 --gloo -H a:1 --disable-cache --start-timeout 60",
         ),
     ],
     ids=["local", "hosts", "interface", "prefix", "quoted", "no-prefix"],
 )
-def test_horovodruns_command(options: HorovodrunOptions, expected: str) -> None:
+def test_horovodruns_command(argv_of: Callable[..., list[str]], expected: str) -> None:
     """Fails when a word of the command changes: hosts out of order, a cache that goes stale, an
     interface that is not passed on, an Open MPI that other hosts do not find.
     """
-    assert horovodrun_argv(options, agent_argv("4711-abc")) == [
-        *START,
-        *shlex.split(expected),
-        *END,
-    ]
+    assert argv_of(agent_argv("4711-abc")) == [*START, *shlex.split(expected), *END]
 
 
 def test_horovodrun_is_the_environments_own(monkeypatch) -> None:
     """Fails when another horovodrun, or another Python, that comes first on PATH is started."""
     monkeypatch.setenv("PATH", "/somewhere/else")
-    argv = horovodrun_argv(HorovodrunOptions(1, "gloo", [("a", 1)], None, 1), agent_argv("x"))
+    argv = horovodrun_argv(agent_argv("x"), 1, "gloo", [("a", 1)])
     assert argv[0] == f"{BIN}/horovodrun" and argv[-5] == sys.executable
 
 
@@ -264,8 +263,7 @@ def test_a_dry_run_prints_the_command(tmp_path: Path, monkeypatch, capsys) -> No
     argv, reported = dry_run(
         *(monkeypatch, capsys, "-np", "2", "--controller", "gloo", "--", "train", "--model=mlp")
     )
-    expected = HorovodrunOptions(2, "gloo", [("localhost", 2)], None, 600)
-    assert argv == horovodrun_argv(expected, agent_argv("JOB"))
+    assert argv == horovodrun_argv(agent_argv("JOB"), 2, "gloo", start_timeout_s=600)
     assert "HOROVOD_FUSION_THRESHOLD=0: tensors are not fused" in reported
     train = shlex.join([*module_argv("hvdtrain.cli"), "train", "--model=mlp"])
     assert f"each worker runs: {train}\n" in reported

@@ -263,7 +263,7 @@ def test_a_tracker_that_fails_does_not_end_the_training(
     assert [step for step, _ in kept_by_wandb(folder).points["train/loss"]] == [2, 4, 6]
 
 
-class Stuck:
+class Stuck(trackers.Record):
     """A record whose library waits for a network."""
 
     def __init__(self) -> None:

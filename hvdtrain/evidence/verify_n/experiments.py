@@ -24,6 +24,7 @@ from hvdtrain.evidence.verify_n.causes import Cause
 from hvdtrain.evidence.verify_n.parting import AGREEMENT, largest_gap
 from hvdtrain.evidence.verify_n.passes import OUTSIDE, ModuleCall, Subject, digest, switched_off
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.log import few
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.tasks import find_source
@@ -137,7 +138,7 @@ def _difference(subject: Subject) -> float:
 
 
 def _switched_cause(kind: str, subject: Subject, names: list[str], gone: str) -> Cause:
-    where = _shown(names)
+    where = few(names, NAMES_SHOWN)
     if kind == "batch norm":
         return Cause(
             kind,
@@ -169,9 +170,9 @@ def _further_causes(subject: Subject) -> list[Cause]:
         return [
             Cause(
                 "random forward",
-                f"random numbers in the forward pass, in {_shown(names or [OUTSIDE])}: with "
-                f"another seed, as other workers have it, the same samples give a gradient that "
-                f"differs by {random:.1e}",
+                f"random numbers in the forward pass, in {few(names or [OUTSIDE], NAMES_SHOWN)}: "
+                "with another seed, as other workers have it, the same samples give a gradient "
+                f"that differs by {random:.1e}",
                 "--virtual-workers V, with V at least the largest N",
                 tuple(name for name in names if name != OUTSIDE),
             )
@@ -249,11 +250,6 @@ def _loss_cause(subject: Subject) -> Cause | None:
 
 def _close(one: float, other: float) -> bool:
     return abs(one - other) <= AGREEMENT * max(abs(one), abs(other))
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 if __name__ == "__main__":

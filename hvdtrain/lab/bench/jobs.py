@@ -12,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.horovodrun import (
-    HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,
     in_own_session,
@@ -53,8 +52,7 @@ def on_workers(
         return [*argv], dict(os.environ)
     # The watchdog has no effect on `train`.
     settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
-    options = HorovodrunOptions(workers, controller, [("localhost", workers)])
-    command = horovodrun_argv(options, in_own_session(argv))
+    command = horovodrun_argv(in_own_session(argv), workers, controller)
     return command, horovodrun_environment(os.environ, settings, None)
 
 

@@ -34,7 +34,6 @@ from hvdtrain.lab.bench.turns import PausableJob, Results, TurnJob, cpu_table, m
 from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
 from hvdtrain.lab.systems.process import write_spec
 from hvdtrain.launcher.horovodrun import (
-    HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,
     mpi_prefix,
@@ -162,8 +161,10 @@ def _ours(
     """Return the job of `hvdtrain train` on all hosts, with all that it does by default."""
     names = tuple((host.name, host.slots) for host in hosts.hosts)
     prefix = mpi_prefix() if controller == "mpi" else None
-    options = HorovodrunOptions(case.work.workers, controller, names, INTERFACE, mpi_prefix=prefix)
-    argv = horovodrun_argv(options, jobs.train_argv(folder, contestants.train_flags(case.work)))
+    train = jobs.train_argv(folder, contestants.train_flags(case.work))
+    argv = horovodrun_argv(
+        train, case.work.workers, controller, names, interface=INTERFACE, prefix=prefix
+    )
     settings = settings_for(controller, os.environ, watchdog_timeout_s=0, command="train")
     variables = horovodrun_environment(os.environ | ONE_THREAD, settings, None)
     variables |= contestants.waiting(time_limit_s)

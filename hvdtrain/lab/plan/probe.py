@@ -51,7 +51,6 @@ from hvdtrain.lab.plan.profiles import (
     wrong_values,
 )
 from hvdtrain.launcher.horovodrun import (
-    HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,
 )
@@ -174,8 +173,8 @@ def measure_network(controller: str) -> Network:
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as folder:
         file = Path(folder, "network.json")
-        options = HorovodrunOptions(2, controller, [("localhost", 2)])
-        argv = horovodrun_argv(options, [*module_argv("hvdtrain.lab.plan.probe"), str(file)])
+        probe = [*module_argv("hvdtrain.lab.plan.probe"), str(file)]
+        argv = horovodrun_argv(probe, 2, controller)
         environment = horovodrun_environment(os.environ, {}, None)
         try:
             run_command(argv, environment, file.parent, LIMIT_S, "not finished after {:g} s")

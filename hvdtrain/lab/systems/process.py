@@ -38,7 +38,7 @@ from hvdtrain.interpreter import module_argv, peak_memory, started_elsewhere
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.lab.systems.contract import Member, Spec, Strategy
 from hvdtrain.lab.systems.work import Work, WorkSpec
-from hvdtrain.launcher.horovodrun import HorovodrunOptions, horovodrun_argv, in_own_session
+from hvdtrain.launcher.horovodrun import horovodrun_argv, in_own_session
 from hvdtrain.topology import Topology
 
 WARM_UP_STEPS = 5  # not measured, if there are at least twice as many steps
@@ -106,8 +106,7 @@ def start_system(
     folder.mkdir(mode=0o700)
     argv = write_spec(spec)
     if strategy.under_horovodrun:
-        options = HorovodrunOptions(spec.workers, controller, [("localhost", spec.workers)])
-        command = horovodrun_argv(options, in_own_session(argv))
+        command = horovodrun_argv(in_own_session(argv), spec.workers, controller)
         children.append(CommandProcess(command, folder / "process-0.log"))
         return
     for number in range(len(strategy.processes(spec))):

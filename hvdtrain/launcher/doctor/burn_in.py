@@ -22,13 +22,13 @@ from hvdtrain.launcher.doctor.sessions import STEP_S, ProbeSession, on_all, open
 from hvdtrain.launcher.doctor.trainings import CORE, GPU
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
-from hvdtrain.log import counted, duration, say
+from hvdtrain.log import counted, duration, few, say
 
 CHECK = "burn-in"
 FIRST_S = 45.0  # for login, and for starting a process on each core
 POLL_S = 1.0
 OFTEN_S, SELDOM_S, TIMES = 10.0, 300.0, 20  # progress: limits of the interval; how many times
-SHOWN = 4  # items in one list
+SHOWN = 4  # answers in a message
 SLOW_SUMS = 0.5  # of the bandwidth of the fastest like host
 WRONG_FIX = {
     CORE: "take the host out of the hostfile, and test its memory (memtest86+); if that is good, "
@@ -198,12 +198,6 @@ def _progress(results: BurnIn, elapsed_s: float) -> str:
     return f"burn-in: {passed}, {what}, {done}, wrong: {few(wrong) or 'none'}"
 
 
-def few(items: Sequence[object], separator: str = ", ") -> str:
-    """Return the first items as text, and the number of the others."""
-    more = [f"and {len(items) - SHOWN:,} more"] if len(items) > SHOWN else []
-    return separator.join([*map(str, items[:SHOWN]), *more])
-
-
 def burn_in_json(results: BurnIn) -> dict[str, Any]:
     """Return all results, as written by --json."""
     return {
@@ -257,7 +251,8 @@ def _check_host(
     done = counted(sum(unit.repetitions for unit in units), "repetition")
     count = sum(kind.wrong(unit) for kind, unit in pairs)
     result = "no majority" if undecided else f"{count:,} wrong"
-    parts = [f"{counted(len(units), what)}, {done}, {result}", few(wrong, "; "), few(ended, "; ")]
+    parts = [f"{counted(len(units), what)}, {done}, {result}"]
+    parts += [few(problems, separator="; ") for problems in (wrong, ended)]
     text = "; ".join(filter(None, parts))
     fix = "; ".join([WRONG_FIX[what]] * bool(wrong) + [ENDED_FIX[what]] * bool(ended))
     return Finding(CHECK, "fail" if wrong or ended or undecided else "ok", host, text, fix)

@@ -43,13 +43,21 @@ PINGS = 5
 Sessions = Mapping[str, ProbeSession]  # by host.address
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """Result of the quick part."""
+@dataclass
+class Examination:
+    """Everything that was found; `preflight` finds the first three fields."""
 
-    findings: tuple[Finding, ...]
-    interface: str | None  # through which hosts reach this machine; None: all local, or different
-    facts: ByHost  # hosts that could not be reached are missing
+    findings: list[Finding]
+    facts: dict[str, Facts]  # hosts that could not be reached are missing
+    # For Horovod: the user's choice, else the best one; of `preflight`, that through which hosts
+    # reach this machine. None: all are local, or they use different ones.
+    interface: str | None = None
+    pings: dict[str, tuple[float, float]] = field(default_factory=dict)  # as _ping returns them
+    reached: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    shared: dict[str, bool] = field(default_factory=dict)
+    ring: RingTrial | None = None
+    burn_in: dict[str, Any] | None = None
+    seconds: float = 0.0
 
 
 def preflight(
@@ -60,7 +68,7 @@ def preflight(
     timeout_s: float,
     channel_address: str = ANYWHERE,
     slots: Slots | None = None,
-) -> Preflight:
+) -> Examination:
     """Run the quick part on all hosts in parallel.
 
     `channel_port`: a port of this machine on which the caller listens; each host connects to it and
@@ -76,15 +84,17 @@ def preflight(
         "ticket": ticket,
     }
     with open_sessions(hosts, ssh) as sessions:
-        facts, findings = _begin(sessions, request, timeout_s)
-    distant = {host: host_facts for host, host_facts in facts.items() if not sessions[host].local}
-    interface, more = checks.check_interface(distant, interfaces())
+        quick = _begin(sessions, request, timeout_s)
+    distant = {host: facts for host, facts in quick.facts.items() if not sessions[host].local}
+    quick.interface, of_interface = checks.check_interface(distant, interfaces())
+    quick.findings += of_interface
     if slots:
-        used = {host: host_facts for host, host_facts in facts.items() if host in slots}
-        more += machine_checks.check_cores(used, slots) + machine_checks.check_memory(used, slots)
+        used = {host: facts for host, facts in quick.facts.items() if host in slots}
+        quick.findings += machine_checks.check_cores(used, slots)
+        quick.findings += machine_checks.check_memory(used, slots)
         limits = machine_checks.check_container(used, slots) + machine_checks.check_shm(used)
-        more += [finding for finding in limits if finding.status == "fail"]
-    return Preflight((*findings, *more), interface, facts)
+        quick.findings += [finding for finding in limits if finding.status == "fail"]
+    return quick
 
 
 def withdraw(hosts: Sequence[Host], ssh: SshSetup, job: str) -> None:
@@ -103,9 +113,7 @@ def first_address(hosts: Sequence[Host], facts: ByHost) -> str:
     return str(facts[others[0]].get("channel")["address"]) if others else LOOPBACK
 
 
-def _begin(
-    sessions: Sessions, request: Mapping[str, Any], timeout_s: float
-) -> tuple[dict[str, Facts], list[Finding]]:
+def _begin(sessions: Sessions, request: Mapping[str, Any], timeout_s: float) -> Examination:
     """Send the first request to all hosts; return the facts, and the findings of the quick part."""
     folders = working_folders()
     request = {
@@ -117,13 +125,13 @@ def _begin(
     facts = {host: answer for host, answer in answers.items() if isinstance(answer, Facts)}
     failures = [answer for answer in answers.values() if isinstance(answer, Finding)]
     if not facts:
-        return facts, failures
+        return Examination(failures, facts)
     here = Facts(**gather(quick_sources(folders)))  # this machine may be none of the hosts
     noise = {host: sessions[host].noise for host in facts if not sessions[host].local}
     names = {host: addresses_of(sessions[host].host.name) for host in noise}
     named = {host for host, session in sessions.items() if session.host.user}
     slots = {host: session.host.slots for host, session in sessions.items()}
-    return facts, [
+    findings = [
         *failures,
         *checks.check_gathered(facts),
         *checks.check_machines(facts, slots),
@@ -137,21 +145,7 @@ def _begin(
         *machine_checks.check_working_directory(facts),
         *checks.check_channel(facts, noise),
     ]
-
-
-@dataclass
-class Examination:
-    """Everything that was found."""
-
-    findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, Facts] = field(default_factory=dict)
-    pings: dict[str, tuple[float, float]] = field(default_factory=dict)  # as _ping returns them
-    reached: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    interface: str | None = None  # for Horovod: the user's choice, else the best one
-    shared: dict[str, bool] = field(default_factory=dict)
-    ring: RingTrial | None = None
-    burn_in: dict[str, Any] | None = None
-    seconds: float = 0.0
+    return Examination(findings, facts)
 
 
 def examine(
@@ -168,13 +162,12 @@ def examine(
     auto, gloo or mpi. `ring`: whether to start workers.
     """
     began = time.monotonic()
-    examination = Examination()
     with (
         socket.create_server(("", 0), backlog=max(128, len(hosts))) as server,
         open_sessions(hosts, ssh) as sessions,
     ):
         request = {"do": "all", "channel_port": server.getsockname()[1], "output": output}
-        examination.facts, examination.findings = _begin(sessions, request, FACTS_S)
+        examination = _begin(sessions, request, FACTS_S)
         answering = {host: sessions[host] for host in examination.facts}
         if answering:
             _examine_answering(examination, answering, hosts, output, interface, controller)

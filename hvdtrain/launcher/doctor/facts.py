@@ -264,8 +264,7 @@ def single_copy() -> bool:
     iovec, one = ctypes.c_size_t * 2, ctypes.c_ulong(1)  # struct iovec: address and length
     local, remote = (iovec(ctypes.addressof(buffer), 8) for buffer in (target, source))
     read = ctypes.CDLL(None).process_vm_readv
-    copied = read(os.getpid(), local, one, remote, one, ctypes.c_ulong(0))
-    return bool(copied == 8)
+    return bool(read(os.getpid(), local, one, remote, one, ctypes.c_ulong(0)) == 8)
 
 
 def link_speeds(root: Path = ROOT) -> dict[str, int]:

@@ -17,7 +17,7 @@ from hvdtrain.launcher.doctor import (
     values_of,
 )
 from hvdtrain.launcher.doctor.machine_checks import GIB, size
-from hvdtrain.log import counted
+from hvdtrain.log import counted, few
 
 NO_GPU = "no NVIDIA GPU"
 # The first driver for each major version of CUDA (CUDA's release notes, table of drivers for minor
@@ -25,7 +25,6 @@ NO_GPU = "no NVIDIA GPU"
 FIRST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 # Without permission to list processes, memory in use shows them: a driver by itself takes less.
 BUSY_BYTES = 2 * GIB
-SHOWN = 4  # processes of a card
 WITH_NCCL = "`hvdtrain install-horovod` builds it with NCCL where torch has CUDA and there is a GPU"
 
 Card = Mapping[str, Any]  # as in gpu_facts.py
@@ -223,7 +222,7 @@ def _use_problem(card: Card) -> Problem | None:
     used, processes = card["memory_total"] - card["memory_free"], card["processes"] or []
     if not processes and used < BUSY_BYTES:
         return None
-    pids = ", ".join(str(process["pid"]) for process in processes[:SHOWN])
+    pids = few([process["pid"] for process in processes])
     who = f"{counted(len(processes), 'program')} (pid {pids})" if pids else "other programs"
     text = f"busy: {who}, {size(used)} of {size(card['memory_total'])} in use"
     return "warn", text, "wait for it, end it, or select other GPUs: CUDA_VISIBLE_DEVICES"

@@ -160,8 +160,9 @@ def _by_nvidia_smi() -> Mapping[str, Any]:
     for index, line in enumerate(filter(None, done.stdout.splitlines())):
         name, driver, memory, uuid = map(str.strip, line.split(","))
         total = int(memory) * MIB if memory.isdigit() else None
-        card = {"index": index, "problem": None, "name": name, "uuid": uuid, "memory_total": total}
-        cards.append(card)
+        cards.append(
+            {"index": index, "problem": None, "name": name, "uuid": uuid, "memory_total": total}
+        )
     return {"list": cards, "driver": driver}
 
 

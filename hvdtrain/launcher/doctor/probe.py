@@ -73,22 +73,18 @@ def gather_facts(request: Request) -> Answer:
 
 def call_back(request: Request) -> dict[str, Any]:
     """Return the first launcher address that accepts a connection, and the interface used."""
-    tried = []
+    way: dict[str, Any] = {"address": None, "interface": None, "own": None, "tried": []}
     for address in launcher_addresses(request, os.environ):
         try:
             target = (address, request["channel_port"])
             with socket.create_connection(target, timeout=CONNECT_S) as connection:
                 local_address = connection.getsockname()[0]
         except OSError as error:
-            tried.append([address, error.strerror or str(error)])
+            way["tried"].append([address, error.strerror or str(error)])
         else:
-            return {
-                "address": address,
-                "interface": interface_of(local_address),
-                "own": local_address,
-                "tried": tried,
-            }
-    return {"address": None, "interface": None, "own": None, "tried": tried}
+            interface = interface_of(local_address)
+            return way | {"address": address, "interface": interface, "own": local_address}
+    return way
 
 
 def launcher_addresses(request: Request, environment: Mapping[str, str]) -> list[str]:

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EXIT_MISMATCH
-from hvdtrain.launcher.doctor import ALL_HOSTS, Finding, HostCheck
+from hvdtrain.launcher.doctor import ALL_HOSTS, Finding
 from hvdtrain.launcher.doctor.probe import MARK, sweep
 from hvdtrain.launcher.doctor.sessions import ProbeSession, on_all
 from hvdtrain.launcher.horovodrun import (
     GPU_SELECTION,
-    HorovodrunOptions,
     horovodrun_argv,
     horovodrun_environment,
     mpi_prefix,
@@ -64,20 +63,20 @@ def try_ring(
     `towards`: an address; each worker uses its own interface towards it, instead of `interface`.
     """
     each = 2 if len(hosts) == 1 else 1
-    options = HorovodrunOptions(
-        workers=each * len(hosts),
-        controller=controller,
-        hosts=[(ssh.name_of(host), each) for host in hosts],
-        interface=interface,
-        start_timeout_s=20,
-        mpi_prefix=mpi_prefix(),
-    )
     writer = sessions[hosts[0].address]  # the host of rank 0
     file = writer.ask_again({"do": "make_file"}).get("make_file", os.devnull)
     verify = [str(Path(sys.executable).parent / "hvdtrain"), "verify", *SET, "--json", file]
     mark = secrets.token_hex(16)
     try:
-        command = horovodrun_argv(options, verify)
+        command = horovodrun_argv(
+            verify,
+            each * len(hosts),
+            controller,
+            [(ssh.name_of(host), each) for host in hosts],
+            interface=interface,
+            start_timeout_s=20,
+            prefix=mpi_prefix(),
+        )
         environment = ring_environment(os.environ, ssh, mark)
         environment |= {TOWARDS: towards} if towards and len(hosts) > 1 else {}
         if all(session.local for session in sessions.values()):
@@ -89,7 +88,7 @@ def try_ring(
     measured = None
     with contextlib.suppress(ValueError):  # incomplete
         measured = json.loads(content or "null")
-    return RingTrial(options.workers, controller, code, output, measured)
+    return RingTrial(each * len(hosts), controller, code, output, measured)
 
 
 def ring_environment(environment: Mapping[str, str], ssh: SshSetup, mark: str) -> dict[str, str]:
@@ -134,13 +133,14 @@ def run_ring(
 
 def check_ring(ring: RingTrial) -> list[Finding]:
     """Check that all sums are right, and report latency and bandwidth."""
-    check, where = HostCheck("ring"), f"{ring.workers} workers, {ring.controller}"
+    where = f"{ring.workers} workers, {ring.controller}"
     report = ring.measured or {"cases": [], "wrong": 0}
     measured = _measured_alone(report["cases"])
     is_complete = all(sizes.keys() >= {SMALL, LARGE} for sizes in measured.values())
     if ring.exit_code == 0 and measured and is_complete:
         speeds = [_speed(report, device, sizes) for device, sizes in measured.items()]
-        return check.or_ok(f"{where}: all sums right; {'; '.join(speeds)}")
+        text = f"{where}: all sums right; {'; '.join(speeds)}"
+        return [Finding("ring", "ok", ALL_HOSTS, text)]
     reported = re.search(rf"(?i)exit (?:with status )?code:? +{EXIT_MISMATCH}\b", ring.output)
     if ring.exit_code == EXIT_MISMATCH or report["wrong"] > 0 or reported:
         problem = "sums are wrong"
@@ -151,8 +151,8 @@ def check_ring(ring: RingTrial) -> list[Finding]:
     else:
         problem = f"ended with exit code {ring.exit_code}"
         fix = "fix what the checks above name, then run it by hand: horovodrun ... hvdtrain verify"
-    check.add(ALL_HOSTS, "fail", f"{where}: {problem}: {last_words(ring.output)}", fix)
-    return check.findings
+    text = f"{where}: {problem}: {last_words(ring.output)}"
+    return [Finding("ring", "fail", ALL_HOSTS, text, fix)]
 
 
 def _measured_alone(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:

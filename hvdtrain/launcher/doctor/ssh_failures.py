@@ -19,6 +19,7 @@ from hvdtrain.launcher.doctor import Finding
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import run_child
 from hvdtrain.launcher.ssh import SshSetup
+from hvdtrain.log import few
 
 SMALL_PACKETS = module_argv("hvdtrain.launcher.doctor.small_packets")
 LOGIN_S = 8.0  # of a trial
@@ -139,7 +140,7 @@ def explain(host: Host, by_hand: str, failure: NoAnswer, small_ones_pass: bool =
     """
     check, text, fix = _ONLY_SMALL_ONES if small_ones_pass else _cause(host, by_hand, failure)
     if len(several := addresses_of(host.name)) > 1:
-        text += f"; {host.name} stands for {len(several)} addresses, {', '.join(several[:8])}"
+        text += f"; {host.name} stands for {len(several)} addresses, {few(several, 8)}"
         fix += ". If these are several machines, list each by a name or address of its own"
     return Finding(check, "fail", host.address, text, fix)
 

@@ -1,0 +1,61 @@
+"""What is changed in Horovod 0.28.1's published source: each edit with its reason.
+
+edit       an edit, and how all are applied; the files of ours that are added
+building   edits that let Horovod be built here
+sums       edits of sums over ranks: their order, how they wait, how they fail
+runner     edits of horovodrun: how it starts workers
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from hvdtrain.horovod_build.edits import building, runner, sums
+from hvdtrain.horovod_build.edits.edit import (
+    ADDED,
+    BUILD,
+    HOROVOD_SHA256,
+    HOROVOD_VERSION,
+    Edit,
+    SourceEditError,
+    apply_edits,
+)
+
+__all__ = [
+    "ADDED",
+    "EDITS",
+    "HOROVOD_SHA256",
+    "HOROVOD_VERSION",
+    "Edit",
+    "SourceEditError",
+    "apply_edits",
+    "edits_for",
+    "edits_sha256",
+]
+
+# Another order has another hash, by which cached wheels are found.
+EDITS = (
+    *building.CMAKE,
+    *runner.PYTHON,
+    *building.SOURCES_AND_LIBRARIES,
+    *sums.FAULTS_AND_ORDER,
+    *building.RELEASE,
+    *sums.WAITING,
+    *sums.BY_HOST,
+    *runner.HOSTS,
+    *sums.STALLS,
+)
+
+
+def edits_for(*, has_mpi: bool) -> tuple[Edit, ...]:
+    """Return all edits of a build with MPI, or without."""
+    return (*EDITS, runner.built_controllers(has_mpi))
+
+
+def edits_sha256(*, has_mpi: bool) -> str:
+    """Return a hash of the edits, and of the files that are added."""
+    added = [(BUILD / name).read_text("utf-8") for name in ADDED]
+    edits = json.dumps([*(asdict(edit) for edit in edits_for(has_mpi=has_mpi)), *added])
+    return hashlib.sha256(edits.encode()).hexdigest()
