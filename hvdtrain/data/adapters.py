@@ -11,19 +11,11 @@ from typing import Any, cast, overload
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hvdtrain.data.drawing import OF_BATCH, OF_EPOCH, kept, seed_for
 from hvdtrain.data.feeding import Loaded
+from hvdtrain.data.loader_order import LoaderOrder, order_of
 from hvdtrain.data.map_samples import (
     Collate,
     MapSamples,
@@ -35,13 +27,12 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Split
 from hvdtrain.errors import TrainingError, UsageError, first_problem
 
-PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
-
 
 class MapSplit(StreamedSplit):
     """A split of a data set that is read by number: one with `__len__` and `__getitem__`."""
 
     batch_size: int | None = None  # samples to evaluate at a time; None: as by default
+    order: LoaderOrder | None = None  # of a DataLoader's own sampler; None: the run's
 
     def __init__(
         self,
@@ -92,10 +83,11 @@ def split_of(source: Any, seed: int = 0) -> Split: ...
 def split_of(source: Any, seed: int = 0) -> Split:
     """Return the split of a torch DataLoader, or of a data set that is read by number.
 
-    A DataLoader contributes its data set, `collate_fn`, `num_workers` and `worker_init_fn`, and its
-    batch size for evaluation. Its order has no effect: steps are global batches in the order of the
+    A DataLoader contributes its data set, `collate_fn`, `num_workers` and `worker_init_fn`, its
+    batch size for evaluation, and a sampler or batch sampler that does more than to order all
+    samples (`hvdtrain.data.loader_order`). Otherwise steps are global batches in the order of the
     run. `seed`: as for `MapSplit`. A split is returned as it is. Raises UsageError for anything
-    else, and for a DataLoader whose sampler does more than to order all samples.
+    else, and for a sampler that gives each rank a part.
     """
     if isinstance(source, DataLoader):
         if source.batch_size is None and getattr(source, "batch_sampler", None) is None:
@@ -103,8 +95,6 @@ def split_of(source: Any, seed: int = 0) -> Split:
                 "hvdtrain.split_of: this DataLoader has batch_size=None, so its data set returns "
                 "batches. Give it a data set of single samples"
             )
-        if problem := order_problem(source):
-            raise UsageError(f"hvdtrain.split_of: {problem}")
         split = MapSplit(
             source.dataset,
             source.collate_fn,
@@ -113,7 +103,7 @@ def split_of(source: Any, seed: int = 0) -> Split:
             begin_reader=source.worker_init_fn,
             send_once=source.persistent_workers,
         )
-        split.batch_size = batch_size_of(source)
+        split.batch_size, split.order = batch_size_of(source), order_of(source)
         return split
     # `datasets.Dataset` has a method `batch`, too, which is something else.
     if hasattr(source, "batch") and hasattr(source, "__len__") and not _has_items(source):
@@ -125,37 +115,6 @@ def batch_size_of(loader: DataLoader[Any]) -> int | None:
     """Return the batch size of a DataLoader, which may be that of its batch sampler."""
     size = loader.batch_size
     return getattr(loader.batch_sampler, "batch_size", None) if size is None else size
-
-
-def order_problem(loader: DataLoader[Any]) -> str | None:
-    """Return why a DataLoader cannot be taken, if its order is one that steps would not have."""
-    if isinstance(loader.dataset, IterableDataset):
-        return None  # has no order to choose, and is refused as one that is only iterated
-    batches: Any = loader.batch_sampler
-    if type(batches) not in (BatchSampler, type(None)):
-        order = f"batches by {type(batches).__name__}"
-    elif not _takes_all(chosen := getattr(batches, "sampler", loader.sampler), loader.dataset):
-        order = f"a {type(chosen).__name__}"
-        if type(chosen) in PLAIN_SAMPLERS:
-            order += " that does not take each sample once"
-    else:
-        return None
-    return (
-        f"the DataLoader has {order}, but the order of samples is the run's own, with each sample "
-        "once an epoch. Leave the sampler out, or give a data set in which samples stand as often "
-        "as wanted, such as torch.utils.data.Subset(dataset, numbers)"
-    )
-
-
-def _takes_all(sampler: Any, dataset: Any) -> bool:
-    """Return whether a sampler is known to take each sample once; others may do anything."""
-    kind = type(sampler)  # not isinstance: derived classes take samples in ways of their own
-    if kind not in PLAIN_SAMPLERS:
-        return False
-    source = sampler.dataset if kind is DistributedSampler else sampler.data_source
-    if kind is RandomSampler and (sampler.replacement or sampler.num_samples != len(source)):
-        return False
-    return len(source) == len(dataset)
 
 
 def _has_items(dataset: Any) -> bool:

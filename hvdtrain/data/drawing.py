@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-OF_SAMPLE, OF_BATCH, OF_EPOCH = range(3)  # purposes of random numbers
+OF_SAMPLE, OF_BATCH, OF_EPOCH, OF_ORDER = range(4)  # purposes of random numbers
 
 _KEY_BYTES = 4 * 624  # of the Mersenne Twister; a 32-bit position follows
 NumPyState = Any  # of `np.random.get_state()`

@@ -12,11 +12,13 @@ every batch, and a sample goes to a rank of its host.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.permutation import BLOCK, MergedOrder, Permutation
 from hvdtrain.data.permutation import Indices as Indices
+from hvdtrain.errors import UsageError
 
 
 class GlobalBatchSampler:
@@ -52,6 +54,33 @@ class GlobalBatchSampler:
     def steps_per_epoch(self) -> int:
         """Return the number of global batches in an epoch; the last one may be short."""
         return -(-self.samples // self.global_batch_size)
+
+    @property
+    def batch_sizes(self) -> set[int]:
+        """Return the numbers of samples that global batches of an epoch have."""
+        whole = {self.global_batch_size} if self.samples >= self.global_batch_size else set()
+        rest = self.samples % self.global_batch_size
+        return whole | ({rest} if rest else set())
+
+    @property
+    def drawn(self) -> dict[str, Any] | None:
+        """Return what a checkpoint holds of the order of the newest epoch; None: it follows from
+        the seed.
+        """
+        return None
+
+    def check_drawn(self, saved: dict[str, Any] | None) -> None:
+        """Raise UsageError unless a resumed run goes on in the order that was `saved`."""
+        if saved is not None:
+            raise UsageError(
+                f"--resume: samples came in the order of a {saved['sampler']}, and now come in the "
+                "run's own. Give the DataLoader the same sampler"
+            )
+
+    def cursor(self, steps: int) -> int:
+        """Return how many samples are seen before the step after `steps` steps of the run."""
+        epoch, within = divmod(steps, self.steps_per_epoch)
+        return epoch * self.samples + within * self.global_batch_size
 
     def order(self, epoch: int) -> Indices:
         """Return all sample indices in this epoch's order (int64, shape (samples,))."""

@@ -48,6 +48,8 @@ def check_split(flag: str, name: str, part: str, split: Any) -> None:
             f"{flag}={name}: its {part} split, a {type(split).__name__}, has no "
             f"{' and no '.join(lacking)} (see hvdtrain.Split)"
         )
+    if part == "valid" and (order := getattr(split, "order", None)):
+        raise UsageError(f"{flag}={name}: {order.refusal}")
     if plugins.call(flag, name, split.__len__) < 1:
         raise UsageError(f"{flag}={name}: its {part} split has no samples")
 

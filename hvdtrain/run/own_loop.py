@@ -27,7 +27,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.config.keywords import OPTIONS, LoopOptions, lists_options
 from hvdtrain.config.options import LOOP_OPTIONS, build_config, from_python, nearest, train_options
 from hvdtrain.data import Split, Splits
-from hvdtrain.data.adapters import batch_size_of, order_problem, split_of
+from hvdtrain.data.adapters import batch_size_of, split_of
+from hvdtrain.data.loader_order import has_batch_size, order_problem
 from hvdtrain.data.splits import check_split
 from hvdtrain.errors import UsageError, refuse
 from hvdtrain.exchange import Exchange, SingleProcess
@@ -113,7 +114,7 @@ class Loop:
     ) -> None:
         """Check what is given; raises UsageError with every problem."""
         report_uncaught()
-        if isinstance(train, DataLoader) and "batch_size" not in options:
+        if isinstance(train, DataLoader) and "batch_size" not in options and has_batch_size(train):
             options = {"global_batch_size": batch_size_of(train), **options}
         self._config, self._is_named = _read_options(options)
         self._stack = ExitStack()
@@ -126,7 +127,8 @@ class Loop:
             save_frozen=save_frozen,
             gathers=gathers,
         )
-        problems = _problems(self._script, [train, valid], (valid is None) != (evaluate is None))
+        has_half = (valid is None) != (evaluate is None)
+        problems = _problems(self._script, {"train": train, "valid": valid}, has_half)
         refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
         data = _read_samples(self._script.path.name, train, valid, self._config.run.seed)
         self._script = replace(self._script, data=data)
@@ -267,15 +269,15 @@ class Loop:
         return self._session
 
 
-def _problems(script: Script, sources: Sequence[Any], has_half: bool) -> Iterator[str]:
-    """Yield what is wrong with a script. `sources`: of its samples. `has_half`: only one of samples
-    to validate with and a function for them.
+def _problems(script: Script, sources: Mapping[str, Any], has_half: bool) -> Iterator[str]:
+    """Yield what is wrong with a script. `sources`: of its samples, by part. `has_half`: only one
+    of samples to validate with and a function for them.
     """
     if has_half:
         yield "give `valid` and `evaluate` together, or none of them"
     yield from optimizer_problems(script.model, script.optimizers, script.further_state)
-    for source in sources:
-        if isinstance(source, DataLoader) and (text := order_problem(source)):
+    for part, source in sources.items():
+        if isinstance(source, DataLoader) and (text := order_problem(source, part)):
             yield text
     if not script.save_frozen and all(p.requires_grad for p in script.model.parameters()):
         yield "save_frozen=False: no parameter is frozen"

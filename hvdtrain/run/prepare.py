@@ -51,8 +51,8 @@ def prepare(
 
     `script`: has a model and optimizers of its own.
     """
-    device = _set_up(config, global_batch_size, exchange, topology)
     sampler = source.sampler(global_batch_size, config.run.seed, config.batch)
+    device = _set_up(config, sampler.global_batch_size, exchange, topology)
     model, optimizers, schedule = _trained(config, source, exchange, device, sampler, script)
     feed = _feed(config, source, sampler, model, exchange, script)
     state, settings = script.further_state if script else (), config.optimizer
@@ -285,7 +285,7 @@ def _refuse_small_batches(feed: Feed, settings: ScheduleConfig, sync_bn: bool) -
     batch = sampler.global_batch_size
     sizes = {batch}
     if settings.total_steps(sampler.steps_per_epoch) >= sampler.steps_per_epoch:
-        sizes.add(sampler.samples % batch or batch)
+        sizes |= sampler.batch_sizes
     text = f"--global-batch-size={batch}: the model normalises over the batch, but"
     for size in sorted(sizes):
         for micro_batch in split_evenly(size, accum_steps):

@@ -22,6 +22,7 @@ from hvdtrain.data import (
 )
 from hvdtrain.data.builtin import fetch
 from hvdtrain.data.feeding import PartSplit, in_order
+from hvdtrain.data.loader_order import DrawnBatchSampler, LoaderOrder
 from hvdtrain.data.mixing import mixed
 from hvdtrain.data.sketch import SKETCH, sketch_of
 from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint
@@ -58,6 +59,8 @@ class TaskData:
 
         `batch`: the flags that determine `global_batch_size`.
         """
+        if order := getattr(self.data.train, "order", None):
+            return self._drawn(order, global_batch_size, seed, batch)
         samples = len(self.data.train)
         if global_batch_size > samples:
             text = f"--global-batch-size={global_batch_size}"
@@ -74,6 +77,25 @@ class TaskData:
         return GlobalBatchSampler(
             samples, global_batch_size, seed, self.parts, shuffle=not in_order(self.data.train)
         )
+
+    def _drawn(
+        self, order: LoaderOrder, global_batch_size: int, seed: int, batch: BatchConfig
+    ) -> DrawnBatchSampler:
+        """Return the sampler that draws as a DataLoader's own. Raises UsageError."""
+        if self.parts:
+            raise UsageError(
+                f"--data-placement=per-host: the {order.name} of the DataLoader chooses from all "
+                "samples, and each host has a part of them"
+            )
+        sampler = DrawnBatchSampler(order, global_batch_size, seed)
+        sizes = {batch.global_batch_size, batch.batch_size} - {None, sampler.global_batch_size}
+        if order.yields_batches and sizes:
+            raise UsageError(
+                f"--global-batch-size or --batch-size is {sizes.pop()}: the batches of the "
+                f"{order.name} are the global batches (up to {sampler.global_batch_size} samples). "
+                "Leave the flag out"
+            )
+        return sampler
 
 
 def chosen_by(config: TrainConfig, kind: str) -> tuple[str, str]:

@@ -91,6 +91,7 @@ def _content(
         "evaluated_at": at.evaluated_at,
         "ranks": ranks,
         "data": list(job.fingerprints),
+        "order": job.sampler.drawn,
         "progress": progress,
     }
 
@@ -250,6 +251,7 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     statistics are averaged over the old ones, only workers that existed before restore random
     generators, and this loss is returned as text.
     """
+    job.sampler.check_drawn(state.get("order"))
     update, base = state["update"], saved_base(state)
     if update["average"] is not None:
         update = update | {"average": base.filled(update["average"], job.model, AVERAGED)}

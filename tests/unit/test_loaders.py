@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from hvdtrain import split_of
 from hvdtrain.data.adapters import batch_size_of
+from hvdtrain.data.splits import check_split
 from hvdtrain.errors import UsageError
 
 DATA = data.TensorDataset(torch.arange(40.0))
@@ -49,42 +50,42 @@ TAKEN: dict[str, Callable[[], DataLoader[Any]]] = {
     "batches": lambda: batched(data.RandomSampler(DATA)),
     "batches in order": lambda: batched(data.SequentialSampler(DATA)),
 }
-REFUSED: dict[str, tuple[Callable[[], DataLoader[Any]], str]] = {
-    "derived": (lambda: DataLoader(DATA, 8, sampler=Hard(DATA)), "a Hard"),
-    "derived, distributed": (
-        lambda: DataLoader(DATA, 8, sampler=Weighted(DATA, 1, 0)),
-        "a Weighted",
-    ),
+# Those that do more than to order all samples, and the name of what does.
+ORDERED: dict[str, tuple[Callable[[], DataLoader[Any]], str]] = {
+    "derived": (lambda: DataLoader(DATA, 8, sampler=Hard(DATA)), "Hard"),
     "weighted": (
         lambda: DataLoader(DATA, 8, sampler=data.WeightedRandomSampler(WEIGHTS, 40)),
-        "a WeightedRandomSampler",
+        "WeightedRandomSampler",
     ),
     "subset": (
         lambda: DataLoader(DATA, 8, sampler=data.SubsetRandomSampler(range(4))),
-        "a SubsetRandomSampler",
+        "SubsetRandomSampler",
     ),
     "replacement": (
         lambda: DataLoader(DATA, 8, sampler=data.RandomSampler(DATA, replacement=True)),
-        "a RandomSampler that does not take each sample once",
+        "RandomSampler",
     ),
     "some": (
         lambda: DataLoader(DATA, 8, sampler=data.RandomSampler(DATA, num_samples=16)),
-        "a RandomSampler that does not take each sample once",
+        "RandomSampler",
     ),
     "others": (
         lambda: DataLoader(DATA, 8, sampler=data.SequentialSampler(range(4))),
-        "a SequentialSampler that does not take each sample once",
+        "SequentialSampler",
     ),
-    "others, distributed": (
-        lambda: DataLoader(DATA, 8, sampler=data.DistributedSampler(range(4), 1, 0)),  # type: ignore[arg-type]
-        "a DistributedSampler that does not take each sample once",
-    ),
-    "numbers": (lambda: DataLoader(DATA, 8, sampler=[3, 4]), "a list"),
-    "batches": (lambda: batched(data.RandomSampler(DATA), Buckets), "batches by Buckets"),
-    "list of batches": (lambda: DataLoader(DATA, batch_sampler=[[3, 4]]), "batches by list"),
+    "numbers": (lambda: DataLoader(DATA, 8, sampler=[3, 4]), "list"),
+    "batches": (lambda: batched(data.RandomSampler(DATA), Buckets), "Buckets"),
+    "list of batches": (lambda: DataLoader(DATA, batch_sampler=[[3, 4]]), "list"),
     "batches of weighted": (
         lambda: batched(data.WeightedRandomSampler(WEIGHTS, 40)),
-        "a WeightedRandomSampler",
+        "WeightedRandomSampler",
+    ),
+}
+PARTS: dict[str, tuple[Callable[[], DataLoader[Any]], str]] = {  # of each rank
+    "derived": (lambda: DataLoader(DATA, 8, sampler=Weighted(DATA, 1, 0)), "a Weighted"),
+    "of others": (
+        lambda: DataLoader(DATA, 8, sampler=data.DistributedSampler(range(4), 1, 0)),  # type: ignore[arg-type]
+        "a DistributedSampler",
     ),
 }
 
@@ -94,14 +95,26 @@ def test_loaders_that_order_all_samples_are_taken(name: str) -> None:
     """Fails if a usual DataLoader is refused, or its batch size is lost."""
     loader = TAKEN[name]()
     assert len(split_of(loader)) == 40
+    assert split_of(loader).order is None
     assert batch_size_of(loader) == 8
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_loaders_whose_order_would_be_lost_are_refused(name: str) -> None:
-    """Fails if a sampler that takes other samples than each once is ignored, silently."""
-    make, found = REFUSED[name]
-    with pytest.raises(UsageError, match=f"the DataLoader has {found}, but the order"):
+@pytest.mark.parametrize("name", ORDERED)
+def test_the_order_of_a_sampler_is_taken_for_training_alone(name: str) -> None:
+    """Fails if a sampler is ignored, silently, or samples are evaluated other than once each."""
+    make, expected = ORDERED[name]
+    split = split_of(make())
+    assert split.order is not None and split.order.name == expected
+    with pytest.raises(UsageError, match=f"--data=x: the DataLoader has a {expected}, but each"):
+        check_split("--data", "x", "valid", split)
+    check_split("--data", "x", "train", split)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_samplers_of_parts_are_refused(name: str) -> None:
+    """Fails if a sampler that gives each rank a part is taken for the order of all samples."""
+    make, expected = PARTS[name]
+    with pytest.raises(UsageError, match=f"has {expected}, which gives each rank a part"):
         split_of(make())
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import hvdtrain
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import AgreedFailure, UsageError
 from hvdtrain.train.step import Step
 from tests.unit import commands
 
@@ -61,6 +61,14 @@ WEIGHTED = torch.utils.data.DataLoader(
     range(4),  # type: ignore[arg-type]
     sampler=torch.utils.data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4),
 )
+
+
+class Parted(torch.utils.data.DistributedSampler[int]):
+    pass
+
+
+PARTED = torch.utils.data.DataLoader(range(4), sampler=Parted(range(4), 2, 0))  # type: ignore[arg-type]
+BATCHES = torch.utils.data.DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]])  # type: ignore[arg-type]
 ITERABLE = Endless()
 SCHEDULED = torch.optim.SGD(MODEL.parameters(), 0.1)
 SCHEDULE = torch.optim.lr_scheduler.StepLR(SCHEDULED, 5)
@@ -83,7 +91,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {"best": "accuracy"},
         "best='accuracy': choose from loss",
     ),
-    "sampler": ((MODEL, OPTIMIZER, WEIGHTED), {}, "the DataLoader has a WeightedRandomSampler"),
+    "sampler of parts": ((MODEL, OPTIMIZER, PARTED), {}, "the DataLoader has a Parted, which"),
     "iterable": ((MODEL, OPTIMIZER, ITERABLE), {}, "hvdtrain.IterableSplit(dataset, length)"),
     "iterable in a loader": (
         (MODEL, OPTIMIZER, torch.utils.data.DataLoader(ITERABLE, 2)),
@@ -109,6 +117,30 @@ def test_what_cannot_be_used_is_refused_at_once(name: str) -> None:
     with pytest.raises(UsageError) as found:
         hvdtrain.Loop(*arguments, **options)
     assert expected in str(found.value)
+
+
+def test_a_batch_size_beside_a_batch_sampler_is_refused() -> None:
+    """Fails if steps have another number of samples than was asked for."""
+    with (
+        pytest.raises(AgreedFailure, match=r"batch_size is 3: the batches of the list"),
+        hvdtrain.Loop(*parts(), BATCHES, batch_size=3, device="cpu"),
+    ):
+        pass
+
+
+def test_batches_of_a_batch_sampler_are_the_steps() -> None:
+    """Fails if batches are cut anew, or the recorded global batch is not the largest of them."""
+    data = torch.utils.data.TensorDataset(SAMPLES.inputs, SAMPLES.labels)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=[[3, 4, 4], [20], [0, 1]])
+    model, optimizer = parts()
+    with hvdtrain.Loop(model, optimizer, loader, epochs=2, device="cpu") as loop:
+        sizes = []
+        for step in loop:
+            sizes.append(step.samples)
+            passes(step, model)
+            step.update()
+        assert "\nglobal_batch_size: 3\n" in (loop.folder / "config.yaml").read_text()
+    assert sizes == [3, 1, 2] * 2
 
 
 def test_the_batch_of_a_batch_sampler_is_the_global_batch() -> None:

@@ -50,8 +50,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     initial = params_sha256(job.model)
     if request["before"]:
         job.model.load_state_dict(load_state(Path(request["before"]))["model"])
-    epoch, batch = divmod(request["step"] - 1, job.sampler.steps_per_epoch)
-    indices = next(job.sampler.global_batches(epoch * job.sampler.samples + batch * batch_size))
+    epoch = (request["step"] - 1) // job.sampler.steps_per_epoch
+    indices = next(job.sampler.global_batches(job.sampler.cursor(request["step"] - 1)))
     part = split_evenly(len(indices), job.feed.micro_batches)[0]
     subject = Subject(job, indices[part], epoch, request["shares"])
     causes = [] if request["only_digests"] else find_causes(subject, request["exact"])
