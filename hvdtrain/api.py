@@ -12,8 +12,6 @@ Between `backward()` and `optimizer.step()` the gradients are being reduced. Cli
 `workers.reduce_gradients(optimizer)`, which waits until they are reduced.
 """
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from typing import Literal

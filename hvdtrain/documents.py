@@ -9,8 +9,6 @@ and reads all before it. A file without a number has format 0, that of hvdtrain 
 grows when an earlier reader would misunderstand the file, not whenever a value is added to it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

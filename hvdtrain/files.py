@@ -5,8 +5,6 @@ place a link under a name that is about to be written, and so redirect the write
 user. Pipes are refused, because opening one can block forever.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

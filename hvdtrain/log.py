@@ -3,8 +3,6 @@
 (`print` makes two writes when output is unbuffered, and Open MPI prefixes each of them.)
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

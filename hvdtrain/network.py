@@ -9,8 +9,6 @@ connection is dropped once its time is over; until then new ones stay in the ker
 flood of connections costs little, and peers that authenticate themselves are still accepted.
 """
 
-from __future__ import annotations
-
 import array
 import errno
 import hmac

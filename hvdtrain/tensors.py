@@ -1,7 +1,5 @@
 """Nested structures of tensors, such as batches and states: their items, changed copies, hashes."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections import deque

@@ -5,8 +5,6 @@ seed and the epoch: so its global batches are the same for every number of worke
 run goes on in the middle of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import operator
 import random

@@ -6,8 +6,6 @@ records of all steps between the last agreement and the first difference are fou
 Then the first step that differs is computed once more, with digests of all its tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

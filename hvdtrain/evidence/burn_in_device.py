@@ -9,8 +9,6 @@ format for which devices have units of their own. Then SIZE such processes, whic
 through the file STORE, measure their all-reduce.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

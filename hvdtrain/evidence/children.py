@@ -3,8 +3,6 @@
 Commands, such as horovodrun, are identified by a mark in their environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -8,8 +8,6 @@ it was given, and when first. An answer is a SHA-256 over all tensors of the tra
 the digest of each tensor in order of computation.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

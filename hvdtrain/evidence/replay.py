@@ -7,8 +7,6 @@ can be computed again: all local gradients have the same bits, and their sums ar
 of rounding.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -265,7 +263,7 @@ class Replayer:
     def advance(self, last: int, audit: Audit) -> Iterator[Step]:
         """Compute up to and including step `last`, each step with the audit."""
         state, clock = self._state, self._state.meter.clock
-        for data in steps_from(self.job, state, 0):
+        for data in steps_from(self.job, state, self._exchange):
             state.step += 1
             step = Step(self.job, self._exchange, audit, state.step, data, clock)
             yield step

@@ -4,8 +4,6 @@ A command such as verify-resume chooses folder, name and resumption of its runs 
 flags of `train`, or options of a script's loop, are the user's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

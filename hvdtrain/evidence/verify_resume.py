@@ -5,8 +5,6 @@ It trains once without interruption, and again while workers are stopped (SIGTER
 same hash. Everything is started as a command.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Figures without global state: size, colours, axes, legends and files."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

@@ -1,7 +1,5 @@
 """Plots of confusions: a matrix, or of many classes the worst pairs and the worst classes."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass

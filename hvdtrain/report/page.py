@@ -1,7 +1,5 @@
 """The report of runs: PNG files, and one self-contained page with plots and tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plots of runs: curves over steps, time per phase, and confusions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

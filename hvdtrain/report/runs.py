@@ -1,7 +1,5 @@
 """Reading of run directories: finished, killed and still running."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Sequence

@@ -127,8 +127,7 @@ class Loop:
             save_frozen=save_frozen,
             gathers=gathers,
         )
-        has_half = (valid is None) != (evaluate is None)
-        problems = _problems(self._script, {"train": train, "valid": valid}, has_half)
+        problems = _problems(self._script, train, valid, (valid is None) != (evaluate is None))
         refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
         data = _read_samples(self._script.path.name, train, valid, self._config.run.seed)
         self._script = replace(self._script, data=data)
@@ -269,14 +268,14 @@ class Loop:
         return self._session
 
 
-def _problems(script: Script, sources: Mapping[str, Any], has_half: bool) -> Iterator[str]:
-    """Yield what is wrong with a script. `sources`: of its samples, by part. `has_half`: only one
-    of samples to validate with and a function for them.
+def _problems(script: Script, train: Samples, valid: Any, has_half: bool) -> Iterator[str]:
+    """Yield what is wrong with a script. `has_half`: only one of samples to validate with and a
+    function for them.
     """
     if has_half:
         yield "give `valid` and `evaluate` together, or none of them"
     yield from optimizer_problems(script.model, script.optimizers, script.further_state)
-    for part, source in sources.items():
+    for part, source in (("train", train), ("valid", valid)):
         if isinstance(source, DataLoader) and (text := order_problem(source, part)):
             yield text
     if not script.save_frozen and all(p.requires_grad for p in script.model.parameters()):

@@ -12,9 +12,11 @@ import torch
 
 from hvdtrain.data import GlobalBatchSampler, SharesLike, VirtualShares
 from hvdtrain.data.feeding import Feed
+from hvdtrain.data.loader_order import DrawnBatchSampler
 from hvdtrain.data.splits import Splits
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import SUM, Exchange, Reduction
+from hvdtrain.exchange.agreement import check_same_settings, run_on_all
 from hvdtrain.exchange.buckets import Message, messages_of
 from hvdtrain.tasks import Task
 from hvdtrain.train.built import NONE_LEFT_OUT, FrozenWeights
@@ -125,6 +127,17 @@ class Job:
     def sampler(self) -> GlobalBatchSampler:
         """The order of the samples."""
         return self.feed.sampler
+
+    def begin_epoch(self, epoch: int, exchange: Exchange) -> None:
+        """Collective: let a DataLoader's sampler, if any, draw the order of an epoch.
+
+        Raises AgreedFailure unless all ranks have the same.
+        """
+        sampler = self.sampler
+        if isinstance(sampler, DrawnBatchSampler):
+            digest = run_on_all(exchange, "order", lambda: sampler.begin(epoch))
+            order = {f"SHA-256 of the order of epoch {epoch}": digest}
+            check_same_settings(exchange, "the DataLoader's sampler", order)
 
     def evaluated_model(self) -> AbstractContextManager[torch.nn.Module]:
         """Collective: return a context of the model to save (the average, if any), which has the

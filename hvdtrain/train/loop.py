@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from hvdtrain.data.feeding import StepData
-from hvdtrain.data.loader_order import DrawnBatchSampler
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange
-from hvdtrain.exchange.agreement import check_equal_on_all_ranks, check_same_settings, run_on_all
+from hvdtrain.exchange.agreement import check_equal_on_all_ranks
 from hvdtrain.log import say
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
 from hvdtrain.train.job import Job
@@ -133,7 +132,7 @@ class TrainingLoop:
         with self._stops_when_asked(), steps_are_ours(job):
             if self._is_evaluation_due:  # stopped during it
                 self._save(self._evaluate_if_due())
-            for data in steps_from(job, state, self._exchange.rank, self._begin_epoch):
+            for data in steps_from(job, state, self._exchange):
                 yield self._begin_step(data)
                 self._end_step()
                 evaluated = self._evaluate_if_due()
@@ -183,18 +182,6 @@ class TrainingLoop:
         except Interrupted:
             self._save(False)
             self._hooks.keeper.stop()
-
-    def _begin_epoch(self) -> None:
-        """Collective: let a DataLoader's sampler, if any, draw the epoch.
-
-        Raises AgreedFailure unless all ranks have the same order.
-        """
-        sampler = self.job.sampler
-        if isinstance(sampler, DrawnBatchSampler):
-            epoch = self.state.samples_seen // sampler.samples
-            digest = run_on_all(self._exchange, "order", lambda: sampler.begin(epoch))
-            order = {f"SHA-256 of the order of epoch {epoch}": digest}
-            check_same_settings(self._exchange, "the DataLoader's sampler", order)
 
     @property
     def _is_epoch_end(self) -> bool:
@@ -345,10 +332,10 @@ def train(loop: TrainingLoop) -> Outcome:
     return loop.outcome
 
 
-def steps_from(
-    job: Job, state: State, rank: int, begin_epoch: Callable[[], None] = lambda: None
-) -> Iterator[StepData]:
-    """Yield the data of each step from `state`, which the caller advances, to the run's end."""
+def steps_from(job: Job, state: State, exchange: Exchange) -> Iterator[StepData]:
+    """Collective: yield the data of each step from `state`, which the caller advances, to the end
+    of the run.
+    """
     while state.step < job.total_steps:
-        begin_epoch()
-        yield from job.feed.epoch(state.samples_seen, job.total_steps - state.step, rank)
+        job.begin_epoch(state.samples_seen // job.sampler.samples, exchange)
+        yield from job.feed.epoch(state.samples_seen, job.total_steps - state.step, exchange.rank)

@@ -41,7 +41,7 @@ from hvdtrain.lab.bench.scaling import (
     table,
 )
 from hvdtrain.lab.bench.turns import CpuTime, Results, cpu_table, measure_cases
-from hvdtrain.lab.outcome import publish
+from hvdtrain.lab.findings import publish
 from hvdtrain.lab.systems import find_strategy
 from hvdtrain.topology import Topology
 

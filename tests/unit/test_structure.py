@@ -15,6 +15,7 @@ from tests.unit.test_layers import MODULES, layer_of
 LONGEST_FILE, LONGEST_FUNCTION = 350, 40  # lines
 SENT_AS_ONE_TEXT = "hvdtrain.launcher.receiver"  # to a host that has nothing of this package
 VAGUE = {"it", "found", "own", "place", "known", "given"}
+KEPT_NAMES = {"hvdtrain.evidence.verify_n.parting": {"found"}}  # a key of a certificate's JSON
 WHOLE_CONFIGURATION = "TrainConfig"
 RUN_LAYER = layer_of("hvdtrain.run")
 
@@ -76,7 +77,7 @@ def problems_of(module: str, source: str) -> list[str]:
             ]
     for node in ast.walk(tree):
         name = node.id if isinstance(node, ast.Name) else getattr(node, "arg", None)
-        if name in VAGUE:
+        if name in VAGUE - KEPT_NAMES.get(module, set()):
             problems.append(f"{module}:{node.lineno}: {name} does not say what it is")
     return problems
 

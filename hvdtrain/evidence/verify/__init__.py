@@ -9,8 +9,6 @@ verification  `hvdtrain verify`: the table, the JSON, and the explanation of a m
 The names that the flags accept are here, as the command line must not import NumPy or torch.
 """
 
-from __future__ import annotations
-
 # Horovod 0.28.1 offers no other reductions for reducescatter.
 OPERATIONS = (
     *("allreduce-sum", "allreduce-average", "allreduce-min", "allreduce-max"),

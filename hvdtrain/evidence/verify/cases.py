@@ -1,7 +1,5 @@
 """The cases of a verification: operations, dtypes, lengths, ways of submission, and values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ Integers, minima and maxima, and values that are only transferred must be equal.
 integers may differ by one: Horovod multiplies the sum by 1/N in float64 and truncates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Reports are exchanged over the ring, not through the collectives under test.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import statistics

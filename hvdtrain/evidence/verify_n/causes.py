@@ -5,8 +5,6 @@ parameters of the first step that differs. A second process repeats what both mu
 data and the initial parameters.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The runs of `hvdtrain verify-n`, one for each N, and what is printed and written about them."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Sequence

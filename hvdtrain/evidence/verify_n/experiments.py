@@ -5,8 +5,6 @@ off, to find out with which of them off the difference is gone. `python -m` runs
 process of `hvdtrain verify-n`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

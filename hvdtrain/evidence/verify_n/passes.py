@@ -1,7 +1,5 @@
 """Passes of a model over one batch, whole and cut in shares, at one worker and from one state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Three runs: one worker, two with the same global batch, and two with twice the b
 learning rate. Epoch times cover the training steps, as in the published table.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -18,7 +16,7 @@ from typing import Any
 from hvdtrain.data.builtin import FASHION_FOLDER, FILES
 from hvdtrain.evidence.children import run_command
 from hvdtrain.lab.bench import jobs, rounds
-from hvdtrain.lab.outcome import Outcome, publish
+from hvdtrain.lab.findings import Findings, publish
 from hvdtrain.log import counted, say
 from hvdtrain.report import charts
 from hvdtrain.report.charts import Plot
@@ -78,7 +76,7 @@ def run(arguments: dict[str, Any]) -> int:
     with rounds.scratch_folder("classic") as folder:
         results = rounds.measure(SETTINGS, plan.rounds, partial(train, plan), folder, say)
     return publish(
-        Outcome([table(plan, results)], as_json(plan, results), [draw_classic(plan, results)]),
+        Findings([table(plan, results)], as_json(plan, results), [draw_classic(plan, results)]),
         arguments,
     )
 

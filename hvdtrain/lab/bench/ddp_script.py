@@ -7,8 +7,6 @@ It does not import hvdtrain. Rank 0 writes the monotonic times (in seconds) of i
 the ends of imports, joining, preparation and first step.
 """
 
-from __future__ import annotations
-
 import time
 
 TIMES = [time.monotonic()]

@@ -1,7 +1,5 @@
 """Jobs of benches: their commands, and the steps that they log."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A script as readers have it takes its samples from a DataLoader over tensors. `t
 data by one indexing operation, so its figures do not show what it costs to read samples of others.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -7,8 +7,6 @@ others are stopped. What the network alone would take is computed: a ring of H h
 sends 2 (N - 1) / N of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -30,8 +28,8 @@ from hvdtrain.lab.bench.contestants import DDP, LIMIT, OURS, ScalingCase
 from hvdtrain.lab.bench.rounds import Ratio
 from hvdtrain.lab.bench.scaling import LOG_INTERVALS, OTHER_LOG_INTERVAL, examine
 from hvdtrain.lab.bench.turns import PausableJob, TurnJob, cpu_table, measure_cases
+from hvdtrain.lab.findings import publish
 from hvdtrain.lab.hosts.network import INTERFACE, HostNetwork, why_not
-from hvdtrain.lab.outcome import publish
 from hvdtrain.lab.systems.process import write_spec
 from hvdtrain.launcher.horovodrun import horovodrun_argv, mpi_prefix
 from hvdtrain.log import counted, say

@@ -1,7 +1,5 @@
 """Rounds of contestants, one after the other; ratios within rounds, and tables of them."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

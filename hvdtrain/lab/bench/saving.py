@@ -6,8 +6,6 @@ torch alone.
     python -m hvdtrain.lab.bench.saving CONTESTANT MEGABYTES FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ For each model and N the three run concurrently and compute in short turns (see
 hvdtrain/lab/bench/turns.py); the ratios within a round of turns are compared.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +22,7 @@ from hvdtrain.lab.bench import contestants, rounds
 from hvdtrain.lab.bench.contestants import CONTESTANTS, DDP, LIMIT, OURS, ScalingCase
 from hvdtrain.lab.bench.rounds import Ratio, median, ratio_within_rounds
 from hvdtrain.lab.bench.turns import cpu_table, measure_cases
-from hvdtrain.lab.outcome import publish
+from hvdtrain.lab.findings import publish
 from hvdtrain.lab.systems.process import start_fork_server
 from hvdtrain.log import counted, say
 from hvdtrain.models import build_model

@@ -4,8 +4,6 @@ On rank 0 it writes the time to a named pipe, and passes the pipe on as the one 
 `train` reports its progress to an agent (hvdtrain/pulse.py). All ranks then execute the command.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -6,8 +6,6 @@ broken down. For that `train` is started through one more interpreter (hvdtrain.
 whose start of some hundredths of a second counts against it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -26,7 +24,7 @@ from hvdtrain.evidence.children import run_command
 from hvdtrain.interpreter import module_argv
 from hvdtrain.lab.bench import ddp_script, jobs, rounds, stamp
 from hvdtrain.lab.bench.rounds import Ratio
-from hvdtrain.lab.outcome import Outcome, publish
+from hvdtrain.lab.findings import Findings, publish
 from hvdtrain.log import counted, say
 from hvdtrain.report import charts
 from hvdtrain.report.charts import Plot
@@ -81,7 +79,7 @@ def run(arguments: dict[str, Any]) -> int:
     seconds = {name: [asdict(one) for one in runs] for name, runs in starts.items()}
     ratios = {name: asdict(ratio) for name, ratio in ratios_of(starts).items()}
     content = {**asdict(plan), "starts": seconds, "ratios": ratios}
-    return publish(Outcome([table(plan, starts)], content, [draw_start(starts)]), arguments)
+    return publish(Findings([table(plan, starts)], content, [draw_start(starts)]), arguments)
 
 
 def ratios_of(starts: Starts) -> dict[str, Ratio]:

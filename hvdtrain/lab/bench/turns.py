@@ -26,7 +26,7 @@ from hvdtrain.errors import Stopped
 from hvdtrain.evidence.children import POLL_S, Child, ChildFailure, all_ended
 from hvdtrain.lab.bench.jobs import Logged, steps_per_s
 from hvdtrain.lab.bench.rounds import columns, in_turn, median
-from hvdtrain.lab.outcome import Outcome
+from hvdtrain.lab.findings import Findings
 from hvdtrain.launcher.processes import send_signal
 from hvdtrain.log import duration
 from hvdtrain.report.charts import Plot
@@ -206,7 +206,7 @@ class Results(Generic[CaseKind]):
 
     def outcome(
         self, tables: Sequence[str], plan: Any, points: Sequence[Any], plots: Sequence[Plot] = ()
-    ) -> Outcome:
+    ) -> Findings:
         """Return what to publish; `plan`, `points`: dataclasses, all written to the JSON.
 
         A failed round is NaN there.
@@ -227,7 +227,7 @@ class Results(Generic[CaseKind]):
             "points": [asdict(point) for point in points],
             "problems": self.problems,
         }
-        return Outcome(tables, content, plots, self.problems, self.stopped)
+        return Findings(tables, content, plots, self.problems, self.stopped)
 
 
 def measure_cases(

@@ -6,8 +6,6 @@ gloo with that of torch.distributed over Gloo. All of these work in place. Horov
 information (it copies its input, and waits for its next cycle).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import statistics
@@ -44,7 +42,7 @@ from hvdtrain.lab.bench.loops import (
 )
 from hvdtrain.lab.bench.rounds import Ratio, columns, paired, plan_of, ratio_lines
 from hvdtrain.lab.bench.saving import Used
-from hvdtrain.lab.outcome import Outcome, publish
+from hvdtrain.lab.findings import Findings, publish
 from hvdtrain.log import counted
 from hvdtrain.network import address_of
 from hvdtrain.ring import all_reduce
@@ -95,7 +93,7 @@ def run(arguments: dict[str, Any], topology: Topology) -> int:
     if exchange.rank == 0:
         workers = f"{counted(exchange.size, 'worker')} ({exchange.controller})"
         text = table(arguments["bench"], options, measured, workers)
-        publish(Outcome([text], {"device": options.device} | asdict(measured)), arguments)
+        publish(Findings([text], {"device": options.device} | asdict(measured)), arguments)
     exchange.close()
     return EXIT_OK
 

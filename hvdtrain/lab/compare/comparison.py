@@ -1,7 +1,5 @@
 """The `compare` subcommand: a table, JSON, plots and a page of ways to train on N devices."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields

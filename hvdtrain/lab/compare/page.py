@@ -1,7 +1,5 @@
 """Plots as PNG files, and one self-contained HTML page with the plots and the tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 A row is merged over the processes of its system, and compared with the row of `single`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -5,8 +5,6 @@ namespaces. This process stays outside. It waits, forwards signals, and ends wit
 command. If it is killed, the command is killed too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -6,8 +6,6 @@ source). It prints one line, "ready" or an error. It ends when its standard inpu
 with the process that started it, however that ends. All other processes of the host then end too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

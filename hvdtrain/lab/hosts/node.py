@@ -1,7 +1,5 @@
 """One set of Linux namespaces, held by an init process, and control of the processes inside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import select

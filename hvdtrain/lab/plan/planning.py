@@ -1,7 +1,5 @@
 """The `plan` subcommand: a table, JSON and a plot of predictions for N workers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +10,7 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 
 from hvdtrain.exchange.buckets import LEAST_BUCKET_BYTES
 from hvdtrain.files import write_json
-from hvdtrain.lab.outcome import Outcome, publish
+from hvdtrain.lab.findings import Findings, publish
 from hvdtrain.lab.plan.predicting import (
     METHODS,
     Cluster,
@@ -77,7 +75,7 @@ def run(arguments: dict[str, Any]) -> int:
     }
     lines = [*describe(setting, network), *table(predictions), *describe_useful(useful, least)]
     plot = draw_plot(predictions, useful, least, profile.name)
-    return publish(Outcome(lines, asdict(setting) | results, [plot]), arguments)
+    return publish(Findings(lines, asdict(setting) | results, [plot]), arguments)
 
 
 def find_profile(arguments: dict[str, Any]) -> Profile:

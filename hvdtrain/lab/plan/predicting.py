@@ -6,8 +6,6 @@ time, full duplex. (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Colle
 Operations in MPICH", 2005; their third term, the time to add, is part of the measured bandwidth.)
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from bisect import bisect_left

@@ -4,8 +4,6 @@ Profiles are read from files, measured on this machine, or derived from the coun
 model and a step time.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -14,8 +14,6 @@ horovod           the training step of `hvdtrain train`
 model_parallel    layers split over processes
 """
 
-from __future__ import annotations
-
 import importlib
 
 from hvdtrain.config.plugins import import_callable

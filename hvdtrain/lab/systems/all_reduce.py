@@ -6,8 +6,6 @@ each rank sends, and receives, 2 (N - 1) / N S bytes. Source: A. Gibiansky, "Bri
 to Deep Learning" (2017), which introduces the second from the first; see also `hvdtrain.ring`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ Source: A. Sergeev and M. Del Balso, "Horovod: fast and easy distributed deep le
 TensorFlow" (2018, arXiv:1802.05799). The step itself is in `hvdtrain.train.loop`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 

@@ -6,8 +6,6 @@ backward; one stage computes while the others wait. This allows larger networks,
 Source: Y. Huang et al., "GPipe" (2019, arXiv:1811.06965), section 2, before micro-batches.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

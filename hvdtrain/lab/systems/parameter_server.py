@@ -13,8 +13,6 @@ All servers together receive N S bytes and send as many; a worker sends S and re
 asynchronous server makes one update from each push, and replies to its sender at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

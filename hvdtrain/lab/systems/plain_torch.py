@@ -4,8 +4,6 @@ Sources: PyTorch, `torch/nn/parallel/data_parallel.py`; S. Li et al., "PyTorch D
 Experiences on Accelerating Data Parallel Training" (2020, arXiv:2006.15704).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

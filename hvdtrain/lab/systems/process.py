@@ -6,8 +6,6 @@ Each writes `process-NUMBER.json`, with its measurements or its error, and
 `process-NUMBER.safetensors`, with the parameters that it holds.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

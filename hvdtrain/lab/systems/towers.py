@@ -8,8 +8,6 @@ Sources: Apache MXNet, `python/mxnet/gluon/utils.py` (`split_and_load`, with `ba
 TensorFlow's tutorial `cifar10_multi_gpu_train.py` (towers).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

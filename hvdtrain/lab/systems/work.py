@@ -1,7 +1,5 @@
 """The work of every compared system: the same model, data, global batches and optimizer."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
 ssh that reaches a host by it alone shows that large packets are lost on the way (RFC 2923, 2.1).
 """
 
+from __future__ import annotations
+
 import os
 import socket
 import sys

@@ -1,6 +1,4 @@
-"""The outcome of a measurement: tables, JSON and plots, printed and written in one way."""
-
-from __future__ import annotations
+"""The findings of a measurement: tables, JSON and plots, printed and written in one way."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from hvdtrain.report.charts import Plot, write_plots
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Findings:
     """The results of a measurement, as they are shown."""
 
     tables: Sequence[str]
@@ -23,16 +21,16 @@ class Outcome:
     stopped: Stopped | None = None  # the signal that ended the measurement
 
 
-def publish(outcome: Outcome, arguments: Mapping[str, Any]) -> int:
+def publish(findings: Findings, arguments: Mapping[str, Any]) -> int:
     """Print the tables, write JSON and plots; return the exit code, 1 if there are problems.
 
     Raises Stopped, at the end, if a signal has ended the measurement.
     """
-    say("\n".join(outcome.tables))
-    write_json(arguments["json"], outcome.content)
+    say("\n".join(findings.tables))
+    write_json(arguments["json"], findings.content)
     if "output" in arguments:
-        for path in write_plots(outcome.plots, arguments["output"]):
+        for path in write_plots(findings.plots, arguments["output"]):
             say(f"written to {path}")
-    if outcome.stopped:
-        raise outcome.stopped
-    return EXIT_FAILED if outcome.problems else EXIT_OK
+    if findings.stopped:
+        raise findings.stopped
+    return EXIT_FAILED if findings.problems else EXIT_OK
