@@ -10,7 +10,7 @@ import pytest
 
 from tests.hosts.namespaces import Cluster
 from tests.parallel.launching import CHECKOUT, CONTROLLERS, hvdtrain
-from tests.unit.test_interpreter import shadow
+from tests.unit.ground.test_interpreter import shadow
 
 EXPERIMENT = ["--model=mlp", "--data=digits", "--max-steps=2", "--experiment=run"]
 

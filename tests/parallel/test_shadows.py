@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.launching import CONTROLLERS, horovodrun, hvdtrain
-from tests.unit.test_interpreter import shadow
+from tests.unit.ground.test_interpreter import shadow
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)

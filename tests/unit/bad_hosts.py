@@ -1,6 +1,6 @@
 """Bad hostfiles, hosts and flags of `hvdtrain doctor`, and what must be reported for each.
 
-Tried by tests/unit/test_launch_bad_input.py.
+Tried by tests/unit/cli/test_launch_bad_input.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bad flags, commands and options of `hvdtrain launch`, and what must be reported for each.
 
-Tried by tests/unit/test_launch_bad_input.py.
+Tried by tests/unit/cli/test_launch_bad_input.py.
 """
 
 from __future__ import annotations

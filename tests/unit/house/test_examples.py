@@ -1,0 +1,211 @@
+"""The examples in one process. tests/parallel/test_examples.py has them on several."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hvdtrain
+from examples.language_model import CONTEXT, BatchFirst, BatchSecond
+from examples.regression import Diabetes
+from hvdtrain import Settings, Task, exchange
+from hvdtrain.data.image_folder import EXTENSIONS
+from hvdtrain.tasks import check_sums
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+README = EXAMPLES.parent / "README.md"
+GUIDE = EXAMPLES.parent / "docs" / "guide.md"
+OWN_LOOP = EXAMPLES.parent / "docs" / "own-loop.md"
+SINGLE_PARTS = [EXAMPLES / "your_script.py", EXAMPLES / "your_script_distributed.py"]
+TWINS = [EXAMPLES / "own_loop_one_device.py", EXAMPLES / "own_loop.py"]
+TOLERANCE = 1e-12  # float64, a single backward pass
+
+
+def make(task: type[Task]) -> Task:
+    return task(Settings("none", "none", Path(), 0, torch.float64))
+
+
+def gradients(task: Task, indices: list[int]) -> tuple[float, float, list[torch.Tensor]]:
+    """Loss, first metric, and gradients of the sum over these samples, at the seed's weights."""
+    data = task.build_data()
+    torch.manual_seed(0)
+    model = task.build_model().double()
+    sums = task.loss(model, data.train.batch(np.array(indices)))
+    check_sums(sums, task, len(indices), training=True)
+    sums.loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    return sums.loss.item(), float(sums.metrics[task.metrics[0]]), found
+
+
+def assert_close(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_the_batch_may_be_the_second_dimension() -> None:
+    """Fails if either variant takes places for samples: in its data, network or loss."""
+    indices = [5, 1, 700]
+    first, second = (gradients(make(task), indices) for task in (BatchFirst, BatchSecond))
+    assert first[0] == pytest.approx(second[0], rel=TOLERANCE)
+    assert first[1] == pytest.approx(second[1], rel=TOLERANCE)
+    assert_close(first[2], second[2])
+
+
+@pytest.mark.parametrize("task", [BatchFirst, BatchSecond, Diabetes])
+def test_parts_of_a_batch_add_up(task: type[Task]) -> None:
+    """Fails if a task gives means instead of sums."""
+    whole, one, rest = (gradients(make(task), part) for part in ([4, 9, 2, 30], [4], [9, 2, 30]))
+    assert whole[0] == pytest.approx(one[0] + rest[0], rel=TOLERANCE)
+    assert whole[1] == pytest.approx(one[1] + rest[1], rel=TOLERANCE)
+    assert_close(whole[2], [a + b for a, b in zip(one[2], rest[2], strict=True)])
+
+
+@pytest.mark.parametrize("task", [BatchFirst, BatchSecond])
+def test_the_model_cannot_see_ahead(task: type[BatchFirst]) -> None:
+    """Fails if a character's scores depend on later ones, or on another sample."""
+    torch.manual_seed(0)
+    model = make(task).build_model().double()
+    codes = torch.randint(128, (3, CONTEXT))
+    changed = codes.clone()
+    changed[1, 20:] = 7
+
+    def scores(rows: torch.Tensor) -> torch.Tensor:
+        return model(rows) if task.batch_dimension == 0 else model(rows.t()).transpose(0, 1)
+
+    moved = (scores(codes) - scores(changed)).abs().amax(dim=2)
+    assert moved[1, 20:].min() > 1e-3
+    moved[1, 20:] = 0
+    assert moved.max() < TOLERANCE
+
+
+def test_valid_text_comes_after_the_train_text() -> None:
+    """Fails if windows overlap, are lost, or are in both splits."""
+    data = make(BatchFirst).build_data()
+    train, valid = (part.windows.flatten().tolist() for part in (data.train, data.valid))
+    text = bytes(train).decode() + bytes(valid).decode()
+    assert "def bisect_left(" in text[: len(train)]
+    assert "def dedent(" in text[len(train) :]
+    assert len(data.train) > 1000 and len(data.valid) > 100
+
+
+def test_absolute_error_is_in_units_of_the_data() -> None:
+    """Fails if the error is of scaled targets, or the validation split gave the scale."""
+    task = make(Diabetes)
+    data = task.build_data()
+    _, labels = data.train.batch(np.arange(len(data.train)))
+    assert labels.mean().abs() < TOLERANCE
+    assert labels.std() == pytest.approx(1)
+    nothing = torch.nn.Sequential(torch.nn.Linear(10, 1), torch.nn.Flatten(0)).double()
+    for parameter in nothing.parameters():
+        torch.nn.init.zeros_(parameter)
+    sums = task.evaluate(nothing, data.valid.batch(np.arange(len(data.valid))))
+    assert 50 < float(sums.metrics["abs_error"]) / sums.samples < 80  # of 25 to 346
+
+
+def test_the_twin_differs_by_seven_lines() -> None:
+    """Fails if distributing a script takes more than the seven lines that the README promises."""
+    ordinary, distributed = (path.read_text().splitlines() for path in TWINS)
+    lines = list(difflib.unified_diff(ordinary, distributed, n=0, lineterm=""))[2:]
+    added = [line for line in lines if line.startswith("+") and line[1:].strip()]
+    removed = [line for line in lines if line.startswith("-") and line[1:].strip()]
+    assert len(added) <= 7, added
+    assert len(removed) <= 7, removed
+
+
+def test_the_readme_shows_the_difference_as_it_is() -> None:
+    """Fails if the README's diff is no longer that of the scripts."""
+    readme = README.read_text()
+    ordinary, distributed = (path.read_text().splitlines() for path in TWINS)
+    for line in difflib.unified_diff(ordinary, distributed, n=0, lineterm=""):
+        if line[0] in "+-" and line[1:].strip() and not line.startswith(("+++", "---")):
+            assert f"\n{line}\n" in readme, line
+
+
+def test_the_task_of_the_guide_is_complete() -> None:
+    """Fails if what a user copies from there lacks an import, or is no task."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "class Squares" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    task = make(names["Squares"])
+    batch = task.build_data().train.batch(np.array([3, 500]))
+    sums = task.loss(task.build_model().double(), batch)
+    assert check_sums(sums, task, 2, training=True).loss > 0
+
+
+def test_the_recipe_with_a_dataloader() -> None:
+    """Fails when the documented loop over a DataLoader, on 3 ranks, does not take a rank's share,
+    fails on an empty one, or gives another gradient than that of the mean over the global batch.
+    """
+    blocks = re.findall(r"```python\n(.*?)```", OWN_LOOP.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "import DataLoader" in block)
+    inputs = torch.randn((10, 5), generator=torch.Generator().manual_seed(3)).double()
+    dataset = torch.utils.data.TensorDataset(inputs, torch.arange(10) % 3)
+    model = torch.nn.Linear(5, 3).double()
+
+    def gradient() -> torch.Tensor | None:
+        return None if model.weight.grad is None else model.weight.grad.clone()
+
+    by_rank: list[list[torch.Tensor | None]] = [[], [], []]
+    for rank, steps in enumerate(by_rank):
+        names = {
+            "workers": SimpleNamespace(rank=rank, size=3),
+            "optimizer": SimpleNamespace(
+                zero_grad=model.zero_grad, step=lambda steps=steps: steps.append(gradient())
+            ),
+            "model": model,
+            "dataset": dataset,
+            "cross_entropy": torch.nn.functional.cross_entropy,
+            "hvdtrain": hvdtrain,
+            "BATCH_SIZE": 4,
+            "EPOCHS": 2,
+        }
+        exec(code, names)
+    for number, found in enumerate(zip(*by_rank, strict=True)):
+        assert sum(share is None for share in found) == (number % 3 == 2)  # a batch of 2 samples
+        order = hvdtrain.GlobalBatchSampler(10, 4, seed=0).global_batches(number // 3 * 10)
+        batch = torch.from_numpy(list(order)[number % 3])
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs[batch]), batch % 3).backward()
+        mean = sum(share for share in found if share is not None) / 3
+        torch.testing.assert_close(mean, model.weight.grad, rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(by_rank[0]) == 6
+
+
+def test_the_guide_lists_the_types_of_images() -> None:
+    """Fails if a type is read that is not listed there, or the other way round."""
+    text = " ".join(GUIDE.read_text().split())
+    (listed,) = re.findall(r"Files of the types (.*?) are images;", text)
+    words = listed.replace(" (its first frame)", "").replace(" and ", ", ").split(", ")
+    assert [f".{word}" for word in words] == list(EXTENSIONS)
+
+
+def test_alone_the_twin_is_the_ordinary_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if one process needs a launcher or Horovod, or computes anything else."""
+    monkeypatch.setattr(exchange, "_joined", None)
+    ordinary, distributed = (
+        runpy.run_path(str(path), run_name="__main__") for path in SINGLE_PARTS
+    )
+    first, second, audit = capsys.readouterr().out.splitlines()
+    assert first == second
+    assert audit == "audit: nothing compared: a single worker exchanges nothing"
+    assert first.startswith("final loss 0.")
+    expected, found = (made["model"].state_dict() for made in (ordinary, distributed))
+    for name, weight in expected.items():
+        assert torch.allclose(found[name], weight, rtol=0, atol=1e-9), name
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short(path: Path) -> None:
+    """Fails at 100 lines: an example is to be read."""
+    assert len(path.read_text().splitlines()) < 100
