@@ -124,7 +124,12 @@ def _server() -> subprocess.Popen[bytes]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     # Unbuffered: a buffer could hold the second line already while the pipe is waited on.
     server = subprocess.Popen(python, cwd="/", env=environment(), bufsize=0, **pipes)  # type: ignore[call-overload]
-    atexit.register(server.communicate)  # the end of its input ends it
+
+    def end() -> None:  # not by the end of its input, which another child may hold open
+        server.kill()
+        server.communicate()
+
+    atexit.register(end)
     return server  # type: ignore[no-any-return]
 
 
