@@ -18,13 +18,13 @@ from hvdtrain.log import open_missing_streams, report_left_out
 from hvdtrain.run.process import report_failure
 from hvdtrain.topology import Topology
 
-GROUPS = {  # as in `hvdtrain --help`
+GROUPS = {  # as in `hvdtrain --help` and the README
     "train": (
-        *("train", "launch", "evaluate", "predict", "export", "report", "doctor", "stage"),
+        *("train", "launch", "doctor", "stage", "evaluate", "predict", "export"),
         "install-horovod",
     ),
     "trust": ("verify", "verify-n", "verify-resume", "replay", "diff"),
-    "measure": ("bench", "compare", "plan"),
+    "measure": ("report", "bench", "compare", "plan"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 # Those that need nothing of Linux: they read what was trained, on one device.
