@@ -233,9 +233,9 @@ class VirtualShares:
 
     def __init__(self, shares: Shares | PlacedShares, counts: Sequence[int]) -> None:
         """Raise ValueError for `counts`, virtual workers by rank, that do not add up to all."""
+        self._shares = shares
         self._starts = [0, *itertools.accumulate(counts)]
         self.rows, self.weights, self.slack = len(shares.weights), shares.weights, shares.slack
-        self.of, self.of_all, self.sizes = shares.of, shares.of_all, shares.sizes
         if self._starts[-1] != self.rows:
             raise ValueError(f"{list(counts)} of {self.rows} virtual workers")
 
@@ -244,6 +244,15 @@ class VirtualShares:
 
     def row(self, share: int) -> int:
         return share
+
+    def of(self, indices: Indices, share: int) -> Indices:
+        return self._shares.of(indices, share)
+
+    def of_all(self, samples: int, share: int) -> range:
+        return self._shares.of_all(samples, share)
+
+    def sizes(self, length: int) -> list[int]:
+        return self._shares.sizes(length)
 
 
 SharesLike = Shares | PlacedShares | VirtualShares
