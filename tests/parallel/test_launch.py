@@ -269,13 +269,13 @@ def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
     try:
         logs = [tmp_path / "logs" / f"rank.{rank}.log" for rank in (0, 1)]
         deadline = time.monotonic() + STARTED_S
-        ends = [f"{rank} {lines - 1} {'x' * 50}\n" for rank in (0, 1)]
-        while (
-            not all(
-                log.exists() and log.read_text().endswith(ends[k]) for k, log in enumerate(logs)
-            )
-            or len(marked(mark)) > 1
-        ):
+
+        def are_whole() -> bool:
+            ends = [f"{rank} {lines - 1} {'x' * 50}\n" for rank in (0, 1)]
+            pairs = zip(logs, ends, strict=True)
+            return all(log.exists() and log.read_text().endswith(end) for log, end in pairs)
+
+        while not are_whole() or len(marked(mark)) > 1:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         for rank, log in enumerate(logs):
