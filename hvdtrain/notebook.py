@@ -248,9 +248,7 @@ class Output:
 def _result_of(rank: int, folder: Path) -> Any:
     path = folder / f"result-{rank}.pickle"
     if not path.exists():
-        raise TrainingError(
-            f"hvdtrain.launch: rank {rank} has ended without a result (exit code 0)"
-        )
+        raise TrainingError(f"hvdtrain.launch: rank {rank}: {ENDED} 0")
     return pickle.loads(path.read_bytes())
 
 

@@ -30,7 +30,8 @@ import hvdtrain
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
+        layers = torch.nn.Linear(8, 4), torch.nn.Dropout(), torch.nn.Linear(4, 1)
+        self.layers = torch.nn.Sequential(*layers)
 
     def forward(self, x):
         return self.layers(x)
@@ -106,7 +107,8 @@ def test_a_notebook(tmp_path: Path) -> None:
         "2 [(0, 'train-2'), (1, 'train-2')] True",
         "3 [(0, 'train-3'), (1, 'train-3'), (2, 'train-3')] True",
     ], texts
-    pattern = r'rank 1 failed:\n.*line 5, in fail\n    raise ValueError\("of this cell"\)\n.*ValueError: of'
+    of_the_cell = r"""line \d, in fail\n    raise ValueError\("of this cell"\)\n"""
+    pattern = rf"rank 1 failed:\n.*{of_the_cell}.*ValueError: of this cell"
     assert re.search(pattern, texts[4], re.DOTALL), texts[4]
 
 
