@@ -42,7 +42,7 @@ from hvdtrain.evidence.children import CommandProcess, wait_while
 from hvdtrain.evidence.trials import scratch_folder
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.horovodrun import OF_PYTHON, search_path
-from hvdtrain.launcher.logs import Line
+from hvdtrain.launcher.logs import ArrivingLine
 from hvdtrain.log import say
 from hvdtrain.pulse import COMMAND, Pulse
 from hvdtrain.run.process import observers_of_failure
@@ -169,13 +169,13 @@ class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
 
 def _run_workers(folder: Path, np: int, controller: str, timeout_s: float | None) -> None:
     """Run the workers to their end, and print their lines. Raises an error for a failure."""
-    argv, outputs = [*module_argv(__name__), str(folder)], [Output(folder / LOG)]
+    argv, outputs = [*module_argv(__name__), str(folder)], [WorkerOutput(folder / LOG)]
     if np > 1:
         flags = ["-np", str(np), "-H", f"localhost:{np}", "--controller", controller]
         flags += ["--log-dir", str(folder)]
         argv = [*module_argv("hvdtrain.cli"), "launch", *flags, "--", *argv]
         width = len(str(np - 1))
-        outputs = [Output(folder / f"rank.{n}.log", f"[{n:{width}}] ") for n in range(np)]
+        outputs = [WorkerOutput(folder / f"rank.{n}.log", f"[{n:{width}}] ") for n in range(np)]
     environment = {**OF_PYTHON, **os.environ, "PATH": search_path(os.environ), IN_WORKER: "1"}
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     child = CommandProcess(argv, folder / LOG, environment)
@@ -220,12 +220,12 @@ def _stop(child: CommandProcess) -> None:
         child.end()
 
 
-class Output:
+class WorkerOutput:
     """The output of a worker, read from a file that grows."""
 
     def __init__(self, path: Path, prefix: str = "") -> None:
         self._path, self._prefix = path, prefix
-        self._offset, self._line = 0, Line()
+        self._offset, self._line = 0, ArrivingLine()
 
     def show(self, to_end: bool = False) -> None:
         """Print the lines that were completed since the last call; `to_end`: the rest too."""
@@ -276,8 +276,8 @@ def _report(rank: int, path: Path, error: BaseException) -> None:
     if isinstance(error, PeerFailure):
         return
     lines = traceback.format_exception(error)
-    own = f'File "{__file__}", line '
-    text = "".join(line for line in lines if own not in line).rstrip()
+    frame_of_main = f'File "{__file__}", line '
+    text = "".join(line for line in lines if frame_of_main not in line).rstrip()
     content = {"error": f"rank {rank} failed:\n{text}", "failed_at": time.time()}
     path.write_text(json.dumps(content), "utf-8")
 
