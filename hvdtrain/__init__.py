@@ -3,7 +3,8 @@
 For a script with its own training loop (see `hvdtrain.api`): `init`, `distribute`,
 `clip_grad_norm_`, `GlobalBatchSampler`, `Shares` and `GradientAudit`. For `hvdtrain train --task`:
 `Task`, `Settings`, `Sums`, `Splits`, `Split`, `TensorSplit`, `MapSplit`, `IterableSplit` and
-`split_of`. For `hvdtrain train --data`: `Dataset` and `ImageFormat`.
+`split_of`. For `hvdtrain train --data`: `Dataset` and `ImageFormat`. To start workers from Python
+or a notebook: `launch`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         TensorSplit as TensorSplit,
         split_of as split_of,
     )
+    from hvdtrain.notebook import launch as launch
     from hvdtrain.run.own_loop import Loop as Loop
     from hvdtrain.tasks import Settings as Settings, Sums as Sums, Task as Task
     # isort: on
@@ -45,6 +47,7 @@ _PUBLIC = {
         *("Dataset", "GlobalBatchSampler", "ImageFormat", "Shares"),
         *("IterableSplit", "MapSplit", "Split", "Splits", "TensorSplit", "split_of"),
     ),
+    "hvdtrain.notebook": ("launch",),
     "hvdtrain.run.own_loop": ("Loop",),
     "hvdtrain.tasks": ("Settings", "Sums", "Task"),
 }

@@ -86,6 +86,10 @@ class CommandProcess:
     def processes(self) -> list[int]:
         return list(marked(MARK, self._mark))
 
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the command itself, if it runs."""
+        self._process.terminate()
+
     def end(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -109,7 +113,7 @@ def guarded() -> Iterator[None]:
             yield
             guard.stdin.write(ALL_IS_WELL)
         finally:
-            del os.environ[GROUP_MARK]
+            os.environ.pop(GROUP_MARK, None)  # another thread may have removed it
             guard.stdin.close()  # after an error, without ALL_IS_WELL, the guard ends the rest
 
 

@@ -28,7 +28,7 @@ class Logs:
         self._follows = follows
         self._show = show
         self._files: dict[int, IO[str]] = {}
-        self._partial: defaultdict[int, _Line] = defaultdict(_Line)
+        self._partial: defaultdict[int, ArrivingLine] = defaultdict(ArrivingLine)
         self._gaps: dict[int, str] = {}  # a newline before the next note where one is missing
         self._lossy = False
         self.shown_ranks: frozenset[int] | None = None  # None: the lines of all ranks are shown
@@ -119,7 +119,7 @@ class Logs:
                 self._show(0, f"hvdtrain launch: {self.folder}: logs are lost: {error.strerror}")
 
 
-class _Line:
+class ArrivingLine:
     """A line that is arriving, as a terminal would show it: a progress bar rewrites it.
 
     It has up to LONGEST_SHOWN characters, whatever a worker writes without ending it.

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hvdtrain import cgroups
@@ -29,6 +29,9 @@ CHOSEN_BY_USER = (
     *("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
     *("MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"),
 )
+
+# Called with the error before a process ends in the middle of a script.
+observers_of_failure: list[Callable[[Exception], None]] = []
 
 
 @contextmanager
@@ -66,6 +69,8 @@ def report_failure(error: Exception, topology: Topology) -> int:
     Ranks other than 0 wait for GRACE_S first, so that a failure of all ranks is printed once.
     """
     Pulse.from_environment().end(error)
+    for observer in observers_of_failure:
+        observer(error)
     if topology.rank > 0:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):

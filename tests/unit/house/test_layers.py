@@ -24,6 +24,7 @@ LAYERS = {
     "hvdtrain.__main__": 6,
     "hvdtrain.api": 6,
     "hvdtrain.cli": 6,
+    "hvdtrain.notebook": 6,
     "hvdtrain.lab": 5,
     "hvdtrain.evidence": 5,
     "hvdtrain.report": 5,
