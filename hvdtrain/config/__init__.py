@@ -69,6 +69,11 @@ class TrainConfig(FlagGroup):
                 "compiled:",
             ),
             (
+                model.compile and model.grad_checkpointing,
+                "--compile and --grad-checkpointing: the second computation sets random "
+                "generators, which cannot be compiled:",
+            ),
+            (
                 audited and precision.sync_bn,
                 f"--audit-compute={audited} and --sync-bn: a rank alone cannot compute what layers "
                 "normalise over all ranks:",

@@ -56,6 +56,9 @@ class ModelConfig(FlagGroup):
     )
     channels_last: bool = flag(False, "keep images and kernels in memory with the channels last")
     compile: bool = flag(False, "compile the network by torch.compile, which takes a compiler")
+    grad_checkpointing: bool = free_flag(
+        False, "compute activations again in the backward pass, which takes time and saves memory"
+    )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from hvdtrain.train.evaluate import in_evaluation_mode
 from hvdtrain.train.job import Intervals, Job, Stateful
 from hvdtrain.train.optimizers import UNSUITABLE, build_optimizer
 from hvdtrain.train.portable import refuse_unreadable
+from hvdtrain.train.recomputation import use_grad_checkpointing
 from hvdtrain.train.schedules import Schedule, make_schedule, scaled_lr
 from hvdtrain.train.update import Update
 from hvdtrain.train.worker_state import check_model, seed_all
@@ -210,6 +211,10 @@ def _make_model(
         use_channels_last(model)
     if config.batch.virtual_workers is not None:
         check_model(model)
+    if config.model.grad_checkpointing:
+        note = use_grad_checkpointing(model, device)
+        if exchange.rank == 0:
+            say(f"grad checkpointing: {note}")
     if not model.training:  # what is frozen within a model that is to be trained stays so
         model.train()
     with in_evaluation_mode(model):

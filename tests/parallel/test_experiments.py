@@ -38,11 +38,13 @@ PICTURES += ["--lr=0.01", "--data=imagefolder:{pictures}", "--global-batch-size=
 COMPILED = ["--model=tests.unit.jobs:with_dropout", "--compile", "--virtual-workers=4"]
 COMPILED += ["--global-batch-size=40", "--max-steps=6", "--lr=0.05", "--audit-compute=2"]
 EXACT = ["--audit-every=1", "--audit=exact"]
+EVERY_THIRD = ["--audit-every=3", "--audit=exact"]
 CHECKED = ["--trace-every=3", "--audit-compute=2"]
+OWN_BUFFERS = "batch norm, dropout, own buffers"
 # One hash for each, in float32, on 1 to 4 workers and over both controllers.
 BITS = {
     # Shares of 20 samples, and of 6 or 7 at the end of an epoch.
-    "batch norm, dropout, own buffers": [f"--model={PLUGINS}:dropout_everywhere", "--opt=adamw"]
+    OWN_BUFFERS: [f"--model={PLUGINS}:dropout_everywhere", "--opt=adamw"]
     + ["--virtual-workers=5", "--global-batch-size=100", "--max-steps=17", "--lr=0.01"]
     + ["--clip-grad=0.5", "--model-ema", "--model-ema-decay=0.9", "--sched=cosine"],
     # Passes of 0 and 1 sample: 7 or 8 samples, three at a time, by 8 virtual workers.
@@ -91,7 +93,7 @@ EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
         for task, starts in {"BatchFirst": [ALONE, MPI_2], "BatchSecond": [GLOO_2]}.items()
     },
     **{
-        name: ([*flags, "--seed=3", "--audit-every=3", "--audit=exact", *CHECKED], BITS_STARTS)
+        name: ([*flags, "--seed=3", *EVERY_THIRD, *CHECKED], BITS_STARTS)
         for name, flags in BITS.items()
     },
     "regression": ([*REGRESSION, "--epochs=3", "--lr=0.05"], [ALONE, GLOO_2]),
@@ -101,6 +103,11 @@ EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
         [ALONE, GLOO_2],
     ),
     "compiled": ([*COMPILED, "--trace-every=3"], [ALONE, GLOO_2]),
+    "digits, computed again": ([*DIGITS, "--audit-every=3", "--grad-checkpointing"], [GLOO_2]),
+    "computed again": (
+        [*BITS[OWN_BUFFERS], "--seed=3", *EVERY_THIRD, *CHECKED, "--grad-checkpointing"],
+        [ALONE, GLOO_2],
+    ),
     "exact": (
         ["--max-steps=20", "--global-batch-size=50", "--bucket-bytes=9999", *EXACT],
         [GLOO_3, MPI_4],
@@ -281,6 +288,26 @@ def test_compiled_networks_have_the_same_bits(result: Result) -> None:
     for key in ("params_sha256", "train_loss", "valid_loss", "trace"):
         assert summary[key] == alone[key], key
     assert summary["compute_audit"] == {"checked": 3, "failed": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "starts"),
+    [
+        ("digits, computed again", "digits", [GLOO_2]),
+        ("computed again", OWN_BUFFERS, [ALONE, GLOO_2]),
+    ],
+)
+def test_activations_that_are_computed_again(
+    name: str, plain: str, starts: list[Start], result: Result
+) -> None:
+    """Fails if a second computation has other random numbers or buffers, changes them, or makes an
+    audit alarm.
+    """
+    for start in starts:
+        summary, expected = result(name, start)[0], result(plain, start)[0]
+        for key in ("params_sha256", "train_loss", "valid_loss", "audit", "trace"):
+            assert summary[key] == expected[key], (key, start)
+        assert summary.get("compute_audit") == expected.get("compute_audit")
 
 
 @pytest.mark.parametrize("start", [GLOO_3, MPI_4], ids=["gloo", "mpi"])

@@ -226,7 +226,7 @@ def test_own_loop_killed_six_times_ends_with_the_undisturbed_hash(tmp_path: Path
 
 PLAIN = (
     *("reentrant", "reentrant, of a gradient that is sent alone", "bfloat16 before float64"),
-    *("complex", "sparse", "sparse rows", "unfrozen later", "added later"),
+    *("not reentrant", "complex", "sparse", "sparse rows", "unfrozen later", "added later"),
 )
 NORMALISED = ("activated batch norm", "batch norm of SyncBatchNorm", "penalty")
 

@@ -21,8 +21,9 @@ SAMPLES, BATCH, EPOCHS = 23, 5, 2
 class Repeated(torch.nn.Module):
     """A layer that is used three times; reentrant checkpoints make its gradient in three parts."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, reentrant: bool = True) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.first = torch.nn.Linear(3, width)
         self.shared = torch.nn.Linear(width, width)
         self.last = torch.nn.Linear(width, 1)
@@ -30,7 +31,7 @@ class Repeated(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for _ in range(3):
-            x = checkpoint(lambda it: self.shared(it).tanh(), x, use_reentrant=True)
+            x = checkpoint(lambda it: self.shared(it).tanh(), x, use_reentrant=self.reentrant)
         return self.last(x)
 
 
@@ -145,6 +146,7 @@ FORMER = "with a line of the former loop"
 KINDS: dict[str, Callable[[], torch.nn.Module]] = {
     "reentrant": lambda: Repeated(6).double(),
     "reentrant, of a gradient that is sent alone": lambda: Repeated(400).double(),
+    "not reentrant": lambda: Repeated(6, reentrant=False).double(),
     "bfloat16 before float64": Mixed,
     "complex": lambda: Spectral().double(),
     "sparse": lambda: Noted(torch.sparse_coo).double(),

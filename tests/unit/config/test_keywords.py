@@ -26,6 +26,7 @@ SCRIPTS = {
     *("crop_padding", "crop_scale", "mixup", "cutmix", "max_image_pixels", "workers"),
     *("skip_bad_samples", "opt", "momentum", "nesterov", "opt_betas", "opt_eps", "weight_decay"),
     *("decay_norm_bias", "scale_lr", "lr_base_batch_size", "sched", "min_lr", "audit_compute"),
+    "grad_checkpointing",
 }
 
 

@@ -320,6 +320,7 @@ def test_dumped_configs_read_back_equal(flat, per_worker: bool, tmp_path_factory
         flat["virtual_workers"] = None
     flat["audit_compute"] *= not flat["sync_bn"]
     flat["compile"] &= not flat["sync_bn"]
+    flat["grad_checkpointing"] &= not flat["compile"]
     flat["label_smoothing"] *= not flat["task"]
     for name in ("mixup", "cutmix"):
         flat[name] *= not flat["task"] and not flat["skip_bad_samples"]
