@@ -219,7 +219,7 @@ class TrainingLoop:
     def _begin_step(self, data: StepData) -> Step:
         hooks, number = self._hooks, self.state.step + 1
         hooks.profiler.begin(number)
-        self.state.meter.begin_step(number)
+        self.state.meter.begin_step(number, number % self.job.intervals.log == 0)
         self.step = self._next_step(data, hooks.keeper.stop_requested(), self._is_first_step)
         return self.step
 
