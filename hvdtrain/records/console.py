@@ -202,7 +202,7 @@ def _course(summary: Mapping[str, Any]) -> str:
 
 
 def _checks(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line each on samples left out, slow ranks, the audits and the trace, if there are any."""
+    """Yield a line each on samples left out, slow ranks, audits and trace, if there are any."""
     if bad := summary.get("bad_samples"):
         times = counted(bad, "time")
         yield f"samples that could not be read were left out {times}, over all epochs"

@@ -10,6 +10,7 @@ It is reported after BLOCKS slow intervals in a row, and no longer after as many
 """
 
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,22 +105,27 @@ class Stragglers:
         if self._steps < BLOCK_STEPS or not rows:
             return []
         lines: list[str] = []
-        for name, phase in self._phases.items():
-            phase.blocks.append(self._block(name[0], 1 + BEFORE_EXCHANGE.index(name[2])))
-            lines += self._report(name, phase)
+        for column, phase in enumerate(BEFORE_EXCHANGE, start=1):
+            for rank, block in self._blocks(column):
+                name = (rank, self._hosts[rank], phase)
+                self._phases[name].blocks.append(block)
+                lines += self._report(name, self._phases[name])
         self._rows, self._steps, self._step_s = [], 0, 0.0
         return lines
 
-    def _block(self, rank: int, column: int) -> _Block:
-        count, own_s = self._rows[rank][0], self._rows[rank][column]
-        others = [row for other, row in enumerate(self._rows) if row[0] and other != rank]
-        if not count or not others:
-            return _Block(False, self._steps, 1.0)
-        as_long_s = statistics.median(row[column] for row in others)
-        as_fast_s = count * statistics.median(row[column] / row[0] for row in others)
-        usual_s = max(as_long_s, as_fast_s, SHORTEST_S)
-        is_slow = own_s >= RATIO * usual_s and own_s - usual_s >= WAIT * self._step_s
-        return _Block(is_slow, self._steps, own_s / usual_s)
+    def _blocks(self, column: int) -> Iterator[tuple[int, _Block]]:
+        """Yield each rank with its interval; ranks without samples are not compared."""
+        working = [rank for rank, row in enumerate(self._rows) if row[0]]
+        counts = [self._rows[rank][0] for rank in working]
+        own_s = [self._rows[rank][column] for rank in working]
+        as_long_s = medians_of_others(own_s)
+        per_sample_s = medians_of_others([s / n for s, n in zip(own_s, counts, strict=True)])
+        for rank, count, own, long, each in zip(
+            working, counts, own_s, as_long_s, per_sample_s, strict=True
+        ):
+            usual = max(long, count * each, SHORTEST_S)
+            is_slow = own >= RATIO * usual and own - usual >= WAIT * self._step_s
+            yield rank, _Block(is_slow, self._steps, own / usual)
 
     def _report(self, name: Name, phase: _Phase) -> Iterator[str]:
         newest, slow = phase.blocks[-1], sum(block.is_slow for block in phase.blocks)
@@ -145,6 +151,19 @@ class Stragglers:
             ratio, steps = self._sums.get(name, (0.0, 0))
             both = steps + block.steps
             self._sums[name] = ((ratio * steps + block.ratio * block.steps) / both, both)
+
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each value the median of the others: of a single one, itself."""
+    if len(values) < 2:
+        return list(values)
+    ordered, last = sorted(values), len(values) - 2
+
+    def median_without(position: int) -> float:
+        middle = (last // 2, (last + 1) // 2)
+        return sum(ordered[index + (index >= position)] for index in middle) / 2
+
+    return [median_without(bisect_left(ordered, value)) for value in values]
 
 
 def lines_of(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:

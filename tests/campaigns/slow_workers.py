@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -36,16 +37,17 @@ PASSES = 3  # a backward pass takes about two forward passes
 
 def alike(shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
     """Return the model of the campaign; ratios of this process's run are written to a file."""
-    block = stragglers.Stragglers._block
+    blocks = stragglers.Stragglers._blocks
 
-    def noted(self: stragglers.Stragglers, rank: int, column: int) -> stragglers._Block:
-        result = block(self, rank, column)
-        wait = (self._rows[rank][column] - self._rows[rank][column] / result.ratio) / self._step_s
-        with Path(os.environ[ROWS]).open("a") as stream:
-            stream.write(json.dumps([rank, BEFORE_EXCHANGE[column - 1], result.ratio, wait]) + "\n")
-        return result
+    def noted(self: stragglers.Stragglers, column: int) -> Iterator[tuple[int, stragglers._Block]]:
+        for rank, block in blocks(self, column):
+            own_s, phase = self._rows[rank][column], BEFORE_EXCHANGE[column - 1]
+            row = [rank, phase, block.ratio, own_s * (1 - 1 / block.ratio) / self._step_s]
+            with Path(os.environ[ROWS]).open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+            yield rank, block
 
-    stragglers.Stragglers._block = noted
+    stragglers.Stragglers._blocks = noted
     return build_model(os.environ[MODEL], shape, classes, torch.float32)
 
 

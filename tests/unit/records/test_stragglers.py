@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 
 import pytest
 
 from hvdtrain.documents import FIELDS, check
-from hvdtrain.records.stragglers import BLOCKS, Row, Stragglers, lines_of
+from hvdtrain.records.stragglers import BLOCKS, Row, Stragglers, lines_of, medians_of_others
 from hvdtrain.train.clock import PHASES, OwnTimes
 from tests.unit.threads import ThreadExchange, connect, run_ranks
 
@@ -86,6 +87,15 @@ def test_noise_is_not_reported(ranks: int) -> None:
         times[number // 20 % ranks] *= 6 if number % 20 == 0 else 1
         intervals.append(rows_of(times, [random.expovariate(1000) for _ in range(ranks)]))
     assert judge(intervals)[0] == []
+
+
+def test_medians_of_others() -> None:
+    """Fails if a value is in the median that it is compared with, or equal ones are mixed up."""
+    random.seed(1)
+    for count in (2, 3, 4, 7, 8):
+        values = [float(random.randrange(5)) for _ in range(count)]
+        others = [values[:index] + values[index + 1 :] for index in range(count)]
+        assert medians_of_others(values) == [statistics.median(rest) for rest in others]
 
 
 def test_a_rank_that_is_slow_at_times_is_not_reported() -> None:
