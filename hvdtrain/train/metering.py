@@ -311,7 +311,8 @@ class Meter:
             "gradient_norm": self._last_norm,
             "interval": asdict(self._interval),
             "epoch": asdict(self._epoch),
-            "last_epoch": asdict(self.last_epoch) if self.last_epoch else None,
+            "last_epoch": self.last_epoch
+            and {name: v for name, v in asdict(self.last_epoch).items() if name != "of_ranks"},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
