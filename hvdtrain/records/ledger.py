@@ -101,11 +101,10 @@ class RunLedger(Ledger):
         """Open the records.
 
         `resumed`: the state to resume from, if any. `config`: all options, as resolved.
-        `provenance`: further fields of the summary. `trackers`: of scalars, besides TensorBoard.
-        `hosts`: of each rank.
+        `provenance`: of the summary. `trackers`: of scalars, besides TensorBoard. `hosts`: by rank.
         """
         take_cause(directory.path)  # from an earlier start
-        self._directory = directory
+        self._directory, self._began_s, self._ended = directory, time.monotonic(), False
         self.checkpoints = Checkpoints(
             directory.path / CHECKPOINTS, config["keep_checkpoints"], directory.run_id
         )
@@ -114,8 +113,6 @@ class RunLedger(Ledger):
         step = resumed["step"] if resumed else 0
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
         self._events = EventLog(directory, step, self._takeaway.get("classes", ()), trackers)
-        self._began_s = time.monotonic()
-        self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
         before = resumed["progress"] if resumed else {}

@@ -117,15 +117,15 @@ class Stragglers:
         """Yield each rank with its interval; ranks without samples are not compared."""
         working = [rank for rank, row in enumerate(self._rows) if row[0]]
         counts = [self._rows[rank][0] for rank in working]
-        own_s = [self._rows[rank][column] for rank in working]
-        as_long_s = medians_of_others(own_s)
-        per_sample_s = medians_of_others([s / n for s, n in zip(own_s, counts, strict=True)])
-        for rank, count, own, long, each in zip(
-            working, counts, own_s, as_long_s, per_sample_s, strict=True
+        seconds = [self._rows[rank][column] for rank in working]
+        as_long_s = medians_of_others(seconds)
+        per_sample_s = medians_of_others([s / n for s, n in zip(seconds, counts, strict=True)])
+        for rank, count, rank_s, long_s, sample_s in zip(
+            working, counts, seconds, as_long_s, per_sample_s, strict=True
         ):
-            usual = max(long, count * each, SHORTEST_S)
-            is_slow = own >= RATIO * usual and own - usual >= WAIT * self._step_s
-            yield rank, _Block(is_slow, self._steps, own / usual)
+            usual_s = max(long_s, count * sample_s, SHORTEST_S)
+            is_slow = rank_s >= RATIO * usual_s and rank_s - usual_s >= WAIT * self._step_s
+            yield rank, _Block(is_slow, self._steps, rank_s / usual_s)
 
     def _report(self, name: Name, phase: _Phase) -> Iterator[str]:
         newest, slow = phase.blocks[-1], sum(block.is_slow for block in phase.blocks)

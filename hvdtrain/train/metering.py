@@ -77,7 +77,7 @@ class StepSums:
         return self._rows().sum(0)
 
     @property
-    def own(self) -> tuple[float, list[float]]:
+    def local_times(self) -> tuple[float, list[float]]:
         """Return what this rank's loss is a mean over, and its seconds of each phase."""
         return sum(row[COUNT] for row in self._host_sums), self._host_sums[0][PHASES_FROM:]
 
@@ -125,7 +125,7 @@ class StepSums:
 
         self._total = cache(total)
         self._computed[:, NOT_FINITE - LOSS :] += further._computed[:, NOT_FINITE - LOSS :]
-        self._host_sums[0][PHASES_FROM:] = _added(self.own[1], further.own[1])
+        self._host_sums[0][PHASES_FROM:] = _added(self.local_times[1], further.local_times[1])
 
     def _rows(self) -> torch.Tensor:
         host_sums = torch.tensor(self._host_sums, dtype=torch.float64)
@@ -265,7 +265,7 @@ class Meter:
             return
         (step, sums, samples), self._waiting = self._waiting, None
         sums.check_losses(self._exchange, step)
-        self._own_times.add(*sums.own)
+        self._own_times.add(*sums.local_times)
         totals = sums.total().tolist()
         for window in self._windows():
             window.add(totals, samples, self._exchange.size)
