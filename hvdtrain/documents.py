@@ -48,6 +48,7 @@ FORMATS = {  # what this version writes, by the file's name
 # of one kind (null as well), a list of one kind, or a mapping of names, in which "*" stands for all
 # others. A field may be missing.
 HEAD = {"step": int, "records": int, "sha256": str}
+STRAGGLER = {"rank": int, "host": str, "phase": str, "ratio": float, "steps": int}
 FIELDS: dict[str, dict[str, Any]] = {
     "manifest.json": {
         "step": int,
@@ -69,6 +70,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "best": ({"step": int, "epoch": int, "*": (float,)},),
         "audit": {"checked": int, "failed": int, "worst_error_over_bound": (float,)},
         "compute_audit": {"checked": int, "failed": int},
+        "stragglers": [STRAGGLER],
         "trace": (HEAD,),
         "machine": {},
         "versions": {},

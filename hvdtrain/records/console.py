@@ -5,7 +5,7 @@ On a terminal, progress is a live bar; to a pipe (always under horovodrun) a lin
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +20,7 @@ from hvdtrain.data import VirtualShares
 from hvdtrain.documents import HEAD
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import counted, duration, rate, say
+from hvdtrain.records.stragglers import lines_of
 from hvdtrain.train.batchnorm import SyncBatchNorm, has_batch_norm
 from hvdtrain.train.checkpoint import step_of
 from hvdtrain.train.devices import shown
@@ -68,6 +69,11 @@ class Console:
 
     def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
         self._write(totals.step, f"step {totals.step}: {_evaluated(evaluation)}")
+
+    def notes(self, step: int, lines: Iterable[str]) -> None:
+        """Print remarks on the steps up to `step`."""
+        for line in lines:
+            self._write(step, line)
 
     def _write(self, step: int, line: str) -> None:
         """Print a line after a step, above the bar if there is one."""
@@ -196,10 +202,11 @@ def _course(summary: Mapping[str, Any]) -> str:
 
 
 def _checks(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line each on samples left out, on the audits and on the trace, if there are any."""
+    """Yield a line each on samples left out, slow ranks, audits and trace, if there are any."""
     if bad := summary.get("bad_samples"):
         times = counted(bad, "time")
         yield f"samples that could not be read were left out {times}, over all epochs"
+    yield from lines_of(summary.get("stragglers", ()))
     audit, computed = summary.get("audit", {}), summary.get("compute_audit", {})
     if checked := audit.get("checked"):
         yield audit_line(checked, audit.get("failed"), audit.get("worst_error_over_bound") or 0)

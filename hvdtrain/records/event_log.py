@@ -87,14 +87,19 @@ class EventLog:
         ]
 
     def interval_end(
-        self, totals: Totals, lr: float, gpu: Mapping[str, float] = NO_FIGURES
+        self,
+        totals: Totals,
+        lr: float,
+        gpu: Mapping[str, float] = NO_FIGURES,
+        stragglers: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Write one line for a logged step; `gpu`: figures of rank 0's GPU, if it has one."""
         norm = {"gradient_norm": totals.gradient_norm}
         phases = {f"{name}_s": seconds for name, seconds in totals.phases_s.items()}
         figures = {f"gpu_{name}": value for name, value in gpu.items()}
+        slow = {"stragglers": stragglers} if stragglers else {}
         self._directory.append(
-            METRICS, {"kind": "step", **_trained(totals, lr), **norm, **figures, **phases}
+            METRICS, {"kind": "step", **_trained(totals, lr), **norm, **figures, **phases, **slow}
         )
         scalars = {
             "train/loss": totals.loss,

@@ -20,6 +20,7 @@ from hvdtrain.records.directory import RunDirectory
 from hvdtrain.records.event_log import EventLog, valid_fields
 from hvdtrain.records.folders import CHECKPOINTS
 from hvdtrain.records.provenance import GpuMeter, changes, machine, versions
+from hvdtrain.records.stragglers import Stragglers
 from hvdtrain.records.trace_file import TraceFile, origin_of
 from hvdtrain.records.trackers import Tracker
 from hvdtrain.tasks import valid_metrics_of
@@ -95,14 +96,15 @@ class RunLedger(Ledger):
         pulse: Pulse,
         provenance: dict[str, Any],
         trackers: Sequence[Tracker],
+        hosts: Sequence[str],
     ) -> None:
         """Open the records.
 
         `resumed`: the state to resume from, if any. `config`: all options, as resolved.
-        `provenance`: further fields of the summary. `trackers`: of scalars, besides TensorBoard.
+        `provenance`: of the summary. `trackers`: of scalars, besides TensorBoard. `hosts`: by rank.
         """
         take_cause(directory.path)  # from an earlier start
-        self._directory = directory
+        self._directory, self._began_s, self._ended = directory, time.monotonic(), False
         self.checkpoints = Checkpoints(
             directory.path / CHECKPOINTS, config["keep_checkpoints"], directory.run_id
         )
@@ -111,8 +113,6 @@ class RunLedger(Ledger):
         step = resumed["step"] if resumed else 0
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
         self._events = EventLog(directory, step, self._takeaway.get("classes", ()), trackers)
-        self._began_s = time.monotonic()
-        self._ended = False
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
         before = resumed["progress"] if resumed else {}
@@ -123,13 +123,16 @@ class RunLedger(Ledger):
         self._summary |= {"resumed_from": step if resumed else None, "trace": head}
         for audit in ("audit", "compute_audit"):
             self._summary[audit] |= before.get(audit, {})
+        self._stragglers = Stragglers(hosts, step, self._summary["stragglers"])
         for change in changes(before.get("machine", {}), self._summary["machine"]):
             say(f"resume: {change}: bits may differ from those of the uninterrupted run")
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         self._note(totals)
         gpu = self._read_gpu()
-        self._events.interval_end(totals, lr, gpu)
+        lines = self._stragglers.judge(totals.of_ranks, totals.step, totals.step_s)
+        self._summary["stragglers"] = self._stragglers.records
+        self._events.interval_end(totals, lr, gpu, self._stragglers.current)
         self._pulse.show(
             epoch=totals.epoch,
             loss=totals.loss,
@@ -138,6 +141,7 @@ class RunLedger(Ledger):
             total_steps=self._job.total_steps,
         )
         self._console.interval_end(totals, lr, gpu)
+        self._console.notes(totals.step, lines)
 
     def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None:
         self._note(totals, evaluation)
@@ -176,7 +180,9 @@ class RunLedger(Ledger):
         return {
             **{name: dict(self._summary[name]) for name in ("audit", "compute_audit", "machine")},
             "trace": self._trace.head if self._trace.head["records"] else None,
-            "summary": {name: self._summary[name] for name in (*names, *self._evaluated)},
+            "summary": {
+                name: self._summary[name] for name in (*names, "stragglers", *self._evaluated)
+            },
             "best": (self._summary["best"] or {}).get(f"valid_{self._job.task.best}"),
         }
 
@@ -272,6 +278,7 @@ def _summary_at_start(
         **dict.fromkeys(evaluated),
         "best": None,
         "bad_samples": 0,
+        "stragglers": [],
         "samples_per_s": None,
         "peak_gpu_mib": None,
         "params_sha256": None,

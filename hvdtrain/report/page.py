@@ -10,6 +10,7 @@ import jinja2
 import yaml
 
 from hvdtrain import __version__
+from hvdtrain.records.stragglers import lines_of
 from hvdtrain.report.charts import Plot, look_of, write_plots
 from hvdtrain.report.plots import draw_plots
 from hvdtrain.report.runs import Record, Run, number
@@ -132,6 +133,7 @@ def notes_of(run: Run) -> list[str]:
             f"reached step {_show(_reached(run), 'steps')}, and --log-interval was "
             f"{_text(run.config, 'log_interval')}. Choose a smaller one"
         )
+    notes += lines_of(_final(run).get("stragglers", ()))
     if run.went_on:
         notes.append(
             "summary.json is of an earlier end, after which the run was resumed: it was killed, or "

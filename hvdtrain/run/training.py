@@ -340,4 +340,5 @@ def _open_ledger(
         pulse=session.pulse,
         provenance=provenance(code, hosts, session.command),
         trackers=open_trackers(config.run.log_to, directory, resolved, recorded),
+        hosts=hosts,
     )

@@ -2,11 +2,13 @@
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from hvdtrain.pulse import Pulse
+from hvdtrain.exchange import Exchange
+from hvdtrain.pulse import BEFORE_EXCHANGE, Pulse
 from hvdtrain.tensors import CPU
 
 PHASES = ("data", "compute", "exchange", "update")
@@ -67,3 +69,32 @@ class PhaseClock:
         event = self._module.Event(enable_timing=True)
         event.record()
         return event
+
+
+class OwnTimes:
+    """The time that each rank takes for its samples, over an interval."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._own = exchange, [0.0] * (1 + len(BEFORE_EXCHANGE))
+        self._of_all: Callable[[], torch.Tensor] | None = None
+
+    def add(self, count: float, phases_s: Sequence[float]) -> None:
+        """Add a step: the count of this rank's samples, and its seconds of each of PHASES."""
+        by_name = dict(zip(PHASES, phases_s, strict=True))
+        new = [count, *(by_name[phase] for phase in BEFORE_EXCHANGE)]
+        self._own = [a + b for a, b in zip(self._own, new, strict=True)]
+
+    def start(self) -> None:
+        """Collective: begin to gather what was added since the last call."""
+        table = torch.zeros((self._exchange.size, len(self._own)), dtype=torch.float64)
+        table[self._exchange.rank] = torch.tensor(self._own, dtype=torch.float64)
+        self._own = [0.0] * len(self._own)
+        if self._exchange.size > 1:
+            self._of_all = self._exchange.sum_later(table, "hvdtrain.own_times")
+
+    def read(self) -> list[list[float]]:
+        """Collective: return what was gathered, for each rank: its count of samples, and its
+        seconds of BEFORE_EXCHANGE. Nothing of a single rank.
+        """
+        of_all, self._of_all = self._of_all, None
+        return of_all().tolist() if of_all else []

@@ -165,10 +165,12 @@ class TrainingLoop:
             raise UsageError(
                 f"step {step.number}: leave the loop after step.update(), or before step.batches()"
             )
-        if step.is_updated:
+        if was_updated := step.is_updated:
             self._end_step()
         self.step = None
         if self.state.step < self.job.total_steps:
+            if was_updated:  # other ranks may have left at the top of the next step
+                self._begin_meter()
             nothing = StepData(np.zeros(0, np.int64), [], iter(()))
             self._next_step(nothing).leave(self._first_trained)
 
@@ -219,9 +221,14 @@ class TrainingLoop:
     def _begin_step(self, data: StepData) -> Step:
         hooks, number = self._hooks, self.state.step + 1
         hooks.profiler.begin(number)
-        self.state.meter.begin_step(number)
+        self._begin_meter()
         self.step = self._next_step(data, hooks.keeper.stop_requested(), self._is_first_step)
         return self.step
+
+    def _begin_meter(self) -> None:
+        """Collective: begin to measure the next step."""
+        number = self.state.step + 1
+        self.state.meter.begin_step(number, number % self.job.intervals.log == 0)
 
     def _next_step(
         self, data: StepData, stop_requested: bool = False, is_first: bool = False

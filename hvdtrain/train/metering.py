@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Sums
 from hvdtrain.tensors import CPU
-from hvdtrain.train.clock import PHASES, PhaseClock
+from hvdtrain.train.clock import PHASES, OwnTimes, PhaseClock
 
 WARM_UP_STEPS = 5  # excluded from the steady-state samples per second
 
@@ -76,6 +76,11 @@ class StepSums:
         """Return the sums of this rank, on its device."""
         return self._rows().sum(0)
 
+    @property
+    def local_times(self) -> tuple[float, list[float]]:
+        """Return what this rank's loss is a mean over, and its seconds of each phase."""
+        return sum(row[COUNT] for row in self._host_sums), self._host_sums[0][PHASES_FROM:]
+
     def add(self, sums: Sums, bad: int = 0, row: int = 0) -> None:
         """Add the sums of a batch to a row; `bad`: number of samples that could not be read."""
         loss = sums.loss.detach()
@@ -120,6 +125,7 @@ class StepSums:
 
         self._total = cache(total)
         self._computed[:, NOT_FINITE - LOSS :] += further._computed[:, NOT_FINITE - LOSS :]
+        self._host_sums[0][PHASES_FROM:] = _added(self.local_times[1], further.local_times[1])
 
     def _rows(self) -> torch.Tensor:
         host_sums = torch.tensor(self._host_sums, dtype=torch.float64)
@@ -164,6 +170,7 @@ class Totals:
     phases_s: dict[str, float] = field(default_factory=dict)  # per step, mean over ranks
     gradient_norm: float | None = None  # of the last step
     bad_samples: int = 0  # samples that could not be read, since the start of the run
+    of_ranks: list[list[float]] = field(default_factory=list)  # of an interval: see OwnTimes
 
     @property
     def seconds(self) -> float:
@@ -225,11 +232,17 @@ class Meter:
         self._all, self._steady = _Window(), _Window()
         self._steps_here, self._started_s = 0, 0.0
         self._waiting: tuple[int, StepSums, int] | None = None
+        self._own_times = OwnTimes(exchange)
         self.stop_agreed = False
         self.last_epoch: Totals | None = None
 
-    def begin_step(self, step: int) -> None:
-        """Start the clock of a step; the time between steps is not counted."""
+    def begin_step(self, step: int, is_logged: bool = False) -> None:
+        """Collective: start the clock of a step; the time between steps is not counted.
+
+        `is_logged`: `read_interval` follows; what it reads of each rank is gathered meanwhile.
+        """
+        if is_logged:
+            self._own_times.start()
         self._started_s = time.perf_counter()
         self.clock.restart(step)
 
@@ -252,6 +265,7 @@ class Meter:
             return
         (step, sums, samples), self._waiting = self._waiting, None
         sums.check_losses(self._exchange, step)
+        self._own_times.add(*sums.local_times)
         totals = sums.total().tolist()
         for window in self._windows():
             window.add(totals, samples, self._exchange.size)
@@ -264,7 +278,7 @@ class Meter:
         """Collective: return the totals since the last call, up to the last step."""
         self.collect()
         window, self._interval = self._interval, _Window()
-        return self._totals(window)
+        return replace(self._totals(window), of_ranks=self._own_times.read())
 
     @property
     def has_open_epoch(self) -> bool:
@@ -297,7 +311,8 @@ class Meter:
             "gradient_norm": self._last_norm,
             "interval": asdict(self._interval),
             "epoch": asdict(self._epoch),
-            "last_epoch": asdict(self.last_epoch) if self.last_epoch else None,
+            "last_epoch": self.last_epoch
+            and {name: v for name, v in asdict(self.last_epoch).items() if name != "of_ranks"},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,11 @@ EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
     "exact": (
         ["--max-steps=20", "--global-batch-size=50", "--bucket-bytes=9999", *EXACT],
         [GLOO_3, MPI_4],
+    ),
+    "slow worker": (
+        [f"--model={PLUGINS}:throttled", "--virtual-workers=3", "--max-steps=41", "--lr=0.01"]
+        + ["--global-batch-size=30", "--log-interval=10"],
+        [ALONE, GLOO_3],
     ),
     # The last batch of an epoch holds 3 samples: a share of 1 would meet batch norm.
     "small shares": ([f"--model={PLUGINS}:small_resnet", "--global-batch-size=130"], [MPI_2]),
@@ -315,6 +321,22 @@ def test_exact_audits_of_training(result: Result, start: Start) -> None:
     """Fails if the order of summation is not reproduced to the bit in live training."""
     summary, _ = result("exact", start)
     assert summary["audit"] == {"checked": 20, "failed": 0, "worst_error_over_bound": 0.0}
+
+
+def test_a_slow_worker_is_named(result: Result, folder: Callable[[Start], Path]) -> None:
+    """Fails if the worker that computes for longer is not named within 40 steps, or another is, or
+    what is learned depends on it.
+    """
+    (alone, _), (summary, _) = (result("slow worker", start) for start in (ALONE, GLOO_3))
+    assert (alone["stragglers"], alone["params_sha256"]) == ([], summary["params_sha256"])
+    (record,) = [record for record in summary["stragglers"] if record["phase"] == "compute"]
+    assert (record["rank"], record["host"]) == (1, socket.gethostname())
+    assert record["steps"] >= 30 and record["ratio"] > 1.4
+    lines = (folder(GLOO_3) / "slow worker/metrics.jsonl").read_text().splitlines()
+    named = [slow for line in map(json.loads, lines) for slow in line.get("stragglers", ())]
+    assert {slow["rank"] for slow in named if slow["phase"] == "compute"} == {1}
+    _, done = train_all(GLOO_3, folder(GLOO_3).parent)
+    assert done.output.count(f"rank 1 on {record['host']} is slow: compute ") == 1
 
 
 def errors_of(name: str, folder: Path, size: int) -> list[str]:

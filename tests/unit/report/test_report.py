@@ -143,6 +143,17 @@ def test_a_killed_run_shows_what_it_logged(tmp_path: Path) -> None:
     assert cut == "metrics.jsonl:13: the last line was cut short, and was left out"
 
 
+def test_slow_workers_have_a_note(tmp_path: Path) -> None:
+    """Fails if the page does not name who was slow, or a damaged record breaks it."""
+    run = make_run(tmp_path / "one")
+    summary = json.loads((run / "summary.json").read_text())
+    slow = {"rank": 2, "host": "b", "phase": "data", "ratio": 2.14, "steps": 1200}
+    (run / "summary.json").write_text(json.dumps(summary | {"stragglers": [{"rank": 1}, slow]}))
+    assert notes_of(read_runs([run])[0]) == [
+        "rank 2 on b was slow: data 2.1 times the median of the other workers, for 1,200 steps"
+    ]
+
+
 def test_a_run_shorter_than_its_log_interval_has_a_note(tmp_path: Path, monkeypatch) -> None:
     """Fails when plots are missing without a reason, or the reason is given for other runs too."""
     run = make_run(tmp_path / "one", log_interval=50)

@@ -6,6 +6,7 @@ import copy
 import io
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,21 @@ import pytest
 import torch
 from torch import nn
 
+from hvdtrain.audit import Audits
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess
+from hvdtrain.run.hooks import StepProfiler
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import State
+from hvdtrain.train.loop import Hooks, State, TrainingLoop
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.state import capture, restore
+from hvdtrain.train.step import compute
 from hvdtrain.train.worker_state import check_model
 from tests.unit.jobs import (
+    MemoryKeeper,
     Ran,
+    Recording,
     equal,
     made_up_data,
     make_job,
@@ -329,3 +335,27 @@ def test_a_buffer_that_is_part_of_a_parameter_is_refused() -> None:
     model.register_buffer("diagonal", model.weight.detach().diagonal())
     with pytest.raises(UsageError, match=r"the buffer diagonal shares memory .* weight: .* Clone"):
         check_model(model)
+
+
+def test_ranks_leave_at_either_end_of_a_logged_step() -> None:
+    """Fails if a rank that leaves the loop before a logged step lets another, which leaves at its
+    top, wait for what they gather of all ranks.
+    """
+    exchanges = connect(2)
+
+    def work(exchange: ThreadExchange) -> tuple[int, int]:
+        job = make_job(made_up_data(20), 8, exchange, total_steps=7)
+        job = replace(job, intervals=replace(job.intervals, log=3))
+        state, keeper = State(Meter(exchange, 20, job.task.metrics)), MemoryKeeper(exchange)
+        profiler = StepProfiler(None, Path(), SINGLE)
+        loop = TrainingLoop(job, state, exchange, Hooks(Audits(), Recording(), keeper, profiler))
+        for step in loop.steps():
+            if step.number == 3:  # only rank 1 is here
+                break
+            compute(step)
+            if step.number == 2 and exchange.rank == 0:
+                break
+        loop.end()
+        return state.step, exchange._uses["hvdtrain.own_times"]
+
+    assert run_ranks(exchanges, work) == [(2, 1), (2, 1)]
