@@ -26,8 +26,8 @@ from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Outcome
 from hvdtrain.train.metering import Totals
+from hvdtrain.train.progress import Outcome
 
 CAUSE = ".failed"  # in the run directory: the failure of a rank other than 0
 

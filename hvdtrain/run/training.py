@@ -48,9 +48,10 @@ from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import convert_back
 from hvdtrain.train.devices import check_devices, name_of
 from hvdtrain.train.dynamo import defer_dynamo
+from hvdtrain.train.interfaces import Hooks
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Hooks, Outcome, State
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.progress import Outcome, State
 from hvdtrain.train.state import restore
 
 NEEDED_LATER = {"step", "progress"}  # of a state that is restored

@@ -3,110 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
 
 import numpy as np
-import torch
 
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import check_equal_on_all_ranks
 from hvdtrain.log import say
-from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
+from hvdtrain.train.evaluate import Interrupted, evaluate
+from hvdtrain.train.interfaces import Hooks
 from hvdtrain.train.job import Job
-from hvdtrain.train.metering import Meter, StepSums, Totals
 from hvdtrain.train.passes import steps_are_ours
+from hvdtrain.train.progress import Outcome, State
 from hvdtrain.train.step import Step, compute
 
 _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
-
-
-class Audit(Protocol):
-    """An audit or a trace of chosen steps (`hvdtrain.audit`)."""
-
-    def begin(self, step: int, data: StepData) -> None:
-        """Prepare for a step (counted from 1), before its first backward pass."""
-
-    def begin_pass(self, share: int, batch: Any) -> None:
-        """Prepare for a backward pass over a batch of `share`; passes of a share are adjacent."""
-
-    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Collective: examine the gradients of these optimizers once they are reduced."""
-
-    def updated(self, step: int, sums: StepSums) -> None:
-        """Collective: examine the step once all parameters are updated."""
-
-    def close(self) -> None:
-        """Collective: end, after the last step."""
-
-
-class StepHook(Protocol):
-    """A profiler of chosen steps."""
-
-    def begin(self, step: int) -> None:
-        """Prepare for a step (counted from 1), before its backward pass."""
-
-    def end(self, step: int) -> None:
-        """Collective: end the step."""
-
-
-class Observer(Protocol):
-    """A receiver of the results of intervals and epochs, which records or prints them."""
-
-    def interval_end(self, totals: Totals, lr: float) -> None: ...
-
-    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
-
-    def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
-        """Take an evaluation within an epoch; `totals`: of the epoch so far."""
-
-
-class Keeper(Protocol):
-    """The part of a run that saves its state and receives stop requests."""
-
-    def stop_requested(self) -> bool:
-        """Return whether this rank was asked to stop; called at each step and in evaluations."""
-
-    def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
-        """Collective: save the state between two steps."""
-
-    def stop(self) -> NoReturn:
-        """Collective: end the run, whose state is saved, by raising Stopped."""
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """The objects that the loop calls at each step, interval and epoch."""
-
-    audit: Audit
-    observer: Observer
-    keeper: Keeper
-    profiler: StepHook  # called before and after the whole step
-
-
-@dataclass
-class State:
-    """The progress and sums of a run; steps and samples seen determine the data that follow."""
-
-    meter: Meter
-    step: int = 0
-    samples_seen: int = 0
-    evaluation: Evaluation | None = None  # the newest one
-    evaluated_at: int = 0  # the step after which it was made
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a finished run."""
-
-    totals: Totals
-    evaluation: Evaluation | None  # of the last step; None without samples to validate with
-    steady_samples_per_s: float
 
 
 class TrainingLoop:

@@ -23,8 +23,8 @@ from hvdtrain.train.built import refuse_another_base, saved_base
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job, Stateful
-from hvdtrain.train.loop import State
 from hvdtrain.train.portable import portable
+from hvdtrain.train.progress import State
 from hvdtrain.train.update import not_finite
 from hvdtrain.train.worker_state import WorkerState
 

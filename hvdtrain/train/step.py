@@ -13,7 +13,7 @@ gradient is multiplied by B / (count over all ranks) before it is used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.train.batchnorm import counting
 from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.gathering import BatchSlice, gathering_of
+from hvdtrain.train.interfaces import Audit
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import COUNT, StepSums
 from hvdtrain.train.passes import (
@@ -36,9 +37,6 @@ from hvdtrain.train.passes import (
     refuse_mean,
     summed_loss,
 )
-
-if TYPE_CHECKING:
-    from hvdtrain.train.loop import Audit
 
 OptimizerIndices = tuple[int, ...]  # of optimizers among those of the job
 

@@ -17,8 +17,8 @@ from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture, restore
 from hvdtrain.train.worker_state import check_model
 from tests.unit.jobs import (
