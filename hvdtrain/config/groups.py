@@ -159,6 +159,14 @@ class ScheduleConfig(FlagGroup):
         POSITIVE,
     )
     max_steps: int | None = free_flag(None, "end after this many steps, if earlier", POSITIVE)
+    patience: int | None = flag(
+        None,
+        "end after this many evaluations that do not improve the figure of the best checkpoint",
+        POSITIVE,
+    )
+    min_delta: float = flag(
+        0.0, "count as improvement, for --patience, only a change above this", NOT_NEGATIVE
+    )
     sched: str = flag(
         "constant",
         "schedule the learning rate: constant; cosine to 0; step: a tenth at 1/3, 2/3 and 8/9",

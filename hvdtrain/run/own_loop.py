@@ -10,7 +10,7 @@ with hvdtrain.Loop(model, optimizer, train_set, global_batch_size=100, epochs=3)
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +68,9 @@ class Loop:
     objects to save and restore too, such as learning rate schedulers. `save_frozen`: False:
     checkpoints leave out parameters that are frozen (`requires_grad_(False)`), such as those that
     an adapter is for. The script makes them again at each start; a resume with other ones is
-    refused. `gathers`: the loop calls `all_gather` for each batch.
+    refused. `gathers`: the loop calls `all_gather` for each batch. `on_evaluation`: called on every
+    worker with each evaluation of the run (`.loss`, `.metrics`, and `.step` and `.epoch`, numbered
+    as of the step), before the state is saved; after a resume not with those that were made before.
 
     `options`: those of `hvdtrain train` by name, with its defaults (`experiment`: the name of the
     script). Not those of the model, the data, the optimizer and the learning rate, which are the
@@ -100,6 +102,7 @@ class Loop:
         state: Sequence[Stateful] = (),
         save_frozen: bool = True,
         gathers: bool = False,
+        on_evaluation: Callable[[Evaluation], object] | None = None,
         **options: Unpack[LoopOptions],
     ) -> None:
         """Check what is given; raises UsageError with every problem."""
@@ -116,6 +119,7 @@ class Loop:
             task=ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest),
             save_frozen=save_frozen,
             gathers=gathers,
+            on_evaluation=on_evaluation,
         )
         problems = problems_of(self._script, train, valid, (valid is None) != (evaluate is None))
         refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
@@ -216,6 +220,19 @@ class Loop:
     def evaluation(self) -> Evaluation | None:
         """Return the newest evaluation; None before the first one."""
         return self._last if self._loop is None else self._loop.state.evaluation
+
+    def stop(self, reason: str = "loop.stop()") -> None:
+        """End the run after this step on every worker, whichever of them call this: it is
+        evaluated, saved and finished, with the reason in its summary, and a resume does not train
+        on.
+
+        Workers learn of it with the sums of the next `step.update()`: after that of the current
+        step, the run goes on for one step. In `on_evaluation` it ends without a further one.
+        """
+        if self._directed is None:
+            self._demand_context()
+        if self._loop is not None:
+            self._loop.request_end(str(reason) or "loop.stop()")
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context for forward passes with the option `amp`."""

@@ -29,6 +29,11 @@ def problems_of(script: Script, train: Samples, valid: Any, has_half: bool) -> I
     """
     if has_half:
         yield "give `valid` and `evaluate` together, or none of them"
+    hook: Any = script.on_evaluation
+    if hook is not None and not callable(hook):
+        yield f"on_evaluation={hook!r:.60}: is not callable: give a function of an evaluation"
+    if hook is not None and valid is None:
+        yield "on_evaluation: is never called without evaluations: give `valid` and `evaluate` too"
     yield from optimizer_problems(script.model, script.optimizers, script.further_state)
     for part, source in (("train", train), ("valid", valid)):
         if isinstance(source, DataLoader) and (text := order_problem(source, part)):

@@ -251,13 +251,15 @@ def _make_ready(
 
     signals.training_starts(note=ledger.fail, give_up=give_up)
     keeper = RunKeeper(exchange, ledger, signals, session.pulse)
+    hook = session.script.on_evaluation if session.script else None
 
     def finish(outcome: Outcome) -> None:
         profiler.close()
         audit.close()
         ledger.finish(outcome)
 
-    return TrainingRun(job, state, Hooks(audit, ledger, keeper, profiler), finish, config.folder)
+    hooks = Hooks(audit, ledger, keeper, profiler, hook)
+    return TrainingRun(job, state, hooks, finish, config.folder)
 
 
 def of_this_job(config: TrainConfig, exchange: Exchange) -> TrainConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -76,3 +76,4 @@ class Hooks:
     observer: Observer
     keeper: Keeper
     profiler: StepHook  # called before and after the whole step
+    on_evaluation: Callable[[Evaluation], object] | None = None  # of a script

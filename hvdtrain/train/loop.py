@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import check_equal_on_all_ranks
 from hvdtrain.log import say
-from hvdtrain.train.evaluate import Interrupted, evaluate
+from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
 from hvdtrain.train.interfaces import Hooks
 from hvdtrain.train.job import Job
 from hvdtrain.train.passes import steps_are_ours
@@ -35,6 +36,7 @@ class TrainingLoop:
         self._first_trained: tuple[int, ...] = (0,)  # by the first passes of a step: optimizers
         self._is_first_step = self._is_first_evaluation = True  # of this process
         self._evaluated_at = -1  # the step after which this process last evaluated the model
+        self._new: Evaluation | None = None  # which is not followed up yet
 
     def steps(self) -> Iterator[Step]:
         """Collective: yield each step, and end it once its body is done; evaluate, save and stop.
@@ -54,8 +56,10 @@ class TrainingLoop:
                 due = job.intervals.checkpoint and state.step % job.intervals.checkpoint == 0
                 if due or evaluated or meter.stop_agreed:
                     self._save(evaluated)
-                if meter.stop_agreed and not (evaluated and state.step == job.total_steps):
+                if meter.stop_agreed and not (evaluated and self._is_over):
                     self._hooks.keeper.stop()
+                if state.early_end.reason is not None:
+                    break
         self.end()
 
     def end(self) -> None:
@@ -69,10 +73,20 @@ class TrainingLoop:
                 self._end_epoch(at_end=True)
             elif not is_saved:  # resumed from the checkpoint of the last step
                 self._evaluate()
+            self._follow_up()
             if not is_saved:
                 self._save(True)
         totals, speed = meter.last_epoch or meter.totals(), meter.steady_samples_per_s
-        self.outcome = Outcome(totals, self.state.evaluation, speed)
+        reason = self.state.early_end.reason
+        self.outcome = Outcome(totals, self.state.evaluation, speed, reason)
+
+    def request_end(self, reason: str) -> None:
+        """Let all ranks end the run: after the step whose update follows, or, in the script's hook
+        on evaluations, after this one.
+        """
+        self.state.early_end.requested = reason
+        if self.step is not None:
+            self.step.end_requested = True
 
     def _leave(self, step: Step) -> None:
         """Collective: end the step whose body was left, and make sure that all ranks have left."""
@@ -83,9 +97,10 @@ class TrainingLoop:
         if step.is_updated:
             self._end_step()
         self.step = None
-        if self.state.step < self.job.total_steps:
+        if not self._is_over:
             nothing = StepData(np.zeros(0, np.int64), [], iter(()))
             self._next_step(nothing).leave(self._first_trained)
+            self.state.early_end.agree(self.state.early_end.requested, self._exchange)
 
     @contextmanager
     def _stops_when_asked(self) -> Iterator[None]:
@@ -99,9 +114,13 @@ class TrainingLoop:
             self._hooks.keeper.stop()
 
     @property
+    def _is_over(self) -> bool:
+        """Return whether no step is left, or all ranks have agreed to make none."""
+        return is_over(self.state, self.job)
+
+    @property
     def _is_epoch_end(self) -> bool:
-        state, job = self.state, self.job
-        return state.samples_seen % job.sampler.samples == 0 or state.step == job.total_steps
+        return self.state.samples_seen % self.job.sampler.samples == 0 or self._is_over
 
     @property
     def _is_evaluation_step(self) -> bool:
@@ -123,19 +142,47 @@ class TrainingLoop:
         state = self.state
         if not self._is_evaluation_due:
             return False
+        evaluated = True
         if self._is_epoch_end:
-            return self._end_epoch()
-        state.meter.collect()
-        self._evaluate()
-        assert state.evaluation is not None
-        self._hooks.observer.evaluated(state.meter.totals(), state.evaluation)
-        return True
+            evaluated = self._end_epoch()
+        else:
+            state.meter.collect()
+            self._evaluate()
+            assert state.evaluation is not None
+            self._hooks.observer.evaluated(state.meter.totals(), state.evaluation)
+        self._follow_up()
+        return evaluated
+
+    def _follow_up(self) -> None:
+        """Collective: call the script's hook with a new evaluation, count it, and agree on whether
+        the run ends here. A request after the update of the step waits for the next one.
+        """
+        job, early_end, evaluation = self.job, self.state.early_end, self._new
+        if evaluation is None:
+            return
+        self._new, reason = None, None
+        waiting, early_end.requested = early_end.requested, None
+        if self._hooks.on_evaluation is not None:
+            self._hooks.on_evaluation(evaluation)
+        own, early_end.requested = early_end.requested, waiting
+        if job.patience and self._is_in_every_run:
+            reason = early_end.count(evaluation, job.task, job.patience)
+        if (job.patience or not job.task.computes_loss) and early_end.reason is None:
+            early_end.agree(own or reason, self._exchange)
+
+    @property
+    def _is_in_every_run(self) -> bool:
+        """Return whether a longer run is evaluated after this step too, not only at its end."""
+        epoch, rest = divmod(self.state.samples_seen, self.job.sampler.samples)
+        is_due = epoch > 0 and rest == 0 and epoch % self.job.intervals.evaluation == 0
+        return is_due or self._is_evaluation_step
 
     def _begin_step(self, data: StepData) -> Step:
         hooks, number = self._hooks, self.state.step + 1
         hooks.profiler.begin(number)
         self.state.meter.begin_step(number)
         self.step = self._next_step(data, hooks.keeper.stop_requested(), self._is_first_step)
+        self.step.end_requested = self.state.early_end.requested is not None
         return self.step
 
     def _next_step(
@@ -165,6 +212,8 @@ class TrainingLoop:
             self._note_differing_buffers()
         hooks.profiler.end(step.number)
         state.step, state.samples_seen = step.number, state.samples_seen + step.samples
+        if step.end_agreed:
+            state.early_end.agree(state.early_end.requested, self._exchange)
         if step.number % job.intervals.log == 0:
             hooks.observer.interval_end(meter.read_interval(), job.lr)
         if job.intervals.hash and step.number % job.intervals.hash == 0:
@@ -190,7 +239,7 @@ class TrainingLoop:
         totals = meter.totals()
         if math.isnan(totals.loss):  # no samples: a loss that is not finite has raised already
             raise TrainingError(_NOTHING_READ.format(part="train on", data=job.data.name))
-        at_end = at_end or totals.step == job.total_steps or self._is_evaluation_step
+        at_end = at_end or self._is_over or self._is_evaluation_step
         due = totals.epoch % job.intervals.evaluation == 0 or at_end
         if due and self._evaluated_at != totals.step:
             self._evaluate()
@@ -228,8 +277,17 @@ class TrainingLoop:
                     "the parameters are unusable and are not saved. Lower --lr, or add "
                     "--warmup-epochs"
                 )
-            self.state.evaluation, self.state.evaluated_at = evaluation, self.state.step
+            self._take(evaluation)
         self._evaluated_at = self.state.step
+
+    def _take(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation as the newest one; it is new unless it repeats one before a resume."""
+        state, steps = self.state, self.job.sampler.steps_per_epoch
+        epoch = max(state.step - 1, 0) // steps
+        is_new = state.evaluation is None or state.evaluated_at != state.step
+        state.evaluation = replace(evaluation, step=state.step, epoch=epoch)
+        state.evaluated_at = state.step
+        self._new = state.evaluation if is_new else None
 
     def _save(self, evaluated: bool) -> None:
         """Collective: save the state, with the evaluation that was just made, if so."""
@@ -247,10 +305,15 @@ def train(loop: TrainingLoop) -> Outcome:
     return loop.outcome
 
 
+def is_over(state: State, job: Job) -> bool:
+    """Return whether no step is left, or all ranks have agreed to make none."""
+    return state.step >= job.total_steps or state.early_end.reason is not None
+
+
 def steps_from(job: Job, state: State, exchange: Exchange) -> Iterator[StepData]:
     """Collective: yield the data of each step from `state`, which the caller advances, to the end
     of the run.
     """
-    while state.step < job.total_steps:
+    while not is_over(state, job):
         job.begin_epoch(state.samples_seen // job.sampler.samples, exchange)
         yield from job.feed.epoch(state.samples_seen, job.total_steps - state.step, exchange.rank)
