@@ -22,6 +22,7 @@ REFUSED = [  # the option, what makes it idle, with what it has an effect, what 
     ("--audit-parts=3", "--audit-every=0", "--audit-every=5", "without --audit-every: leave it"),
     ("--model-ema-decay=0.9", "", "--model-ema", "without --model-ema: leave it out, or add"),
     ("--lr-base-batch-size=64", "", "--scale-lr=sqrt", "without --scale-lr: leave it out, or add"),
+    ("--min-delta=0.1", "", "--patience=2", "without --patience: leave it out, or add --patience"),
     ("--min-lr=0.01", "", "--sched=step", "beside --sched=constant: leave it out"),
     ("--momentum=0.8", "--opt=AdamW", "--opt=rmsprop", "beside --opt=AdamW: leave it out"),
     ("--weight-decay=0.1", "--opt=rprop", "--opt=adam", "beside --opt=rprop: leave it out"),
