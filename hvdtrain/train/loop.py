@@ -160,15 +160,15 @@ class TrainingLoop:
         job, early_end, evaluation = self.job, self.state.early_end, self._new
         if evaluation is None:
             return
-        self._new, reason = None, None
+        self._new, exhausted = None, None
         waiting, early_end.requested = early_end.requested, None
         if self._hooks.on_evaluation is not None:
             self._hooks.on_evaluation(evaluation)
-        own, early_end.requested = early_end.requested, waiting
+        requested, early_end.requested = early_end.requested, waiting
         if job.patience and self._is_in_every_run:
-            reason = early_end.count(evaluation, job.task, job.patience)
+            exhausted = early_end.count(evaluation, job.task, job.patience)
         if (job.patience or not job.task.computes_loss) and early_end.reason is None:
-            early_end.agree(own or reason, self._exchange)
+            early_end.agree(requested or exhausted, self._exchange)
 
     @property
     def _is_in_every_run(self) -> bool:

@@ -41,8 +41,9 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
     at.meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {at.step}")
     job.base.check(job.model, at.step)
-    own = job.workers.states(), at.early_end.requested
-    gathered, requests = zip(*exchange.all_gather_object(own, "hvdtrain.rank_states"), strict=True)
+    of_rank = job.workers.states(), at.early_end.requested
+    of_ranks = exchange.all_gather_object(of_rank, "hvdtrain.rank_states")
+    gathered, requests = zip(*of_ranks, strict=True)
     models = _copied_models(job, exchange.rank == 0)
     snapshot, problem = None, None
     if models:
