@@ -66,7 +66,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("peak_memory_mib", "peak_gpu_mib"), (int,)),
         **dict.fromkeys(("train_loss", "valid_loss", "valid_accuracy"), (float,)),
         **dict.fromkeys(("samples_per_s", "wall_s"), (float,)),
-        "params_sha256": (str,),
+        **dict.fromkeys(("params_sha256", "end_reason"), (str,)),
         "best": ({"step": int, "epoch": int, "*": (float,)},),
         "audit": {"checked": int, "failed": int, "worst_error_over_bound": (float,)},
         "compute_audit": {"checked": int, "failed": int},

@@ -40,7 +40,7 @@ from hvdtrain.ring import Transport
 
 if TYPE_CHECKING:
     from hvdtrain.data.feeding import StepData
-    from hvdtrain.train.loop import Audit
+    from hvdtrain.train.interfaces import Audit
     from hvdtrain.train.metering import StepSums
 
 DTYPES = (torch.float16, torch.float32, torch.float64, *ADDED_AS)

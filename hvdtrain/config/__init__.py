@@ -7,13 +7,13 @@ keys of its YAML file. Only `cli` and `run` see all of them; lower floors receiv
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain.config.data import DataConfig
 from hvdtrain.config.fields import AUTO, FlagGroup
 from hvdtrain.config.groups import (
     DEFAULT_EPOCHS,
     DEFAULT_GLOBAL_BATCH_SIZE,
     BatchConfig,
     CheckConfig,
-    DataConfig,
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,

@@ -40,6 +40,7 @@ IDLE = (
     Idle(("audit", "audit_parts"), "audit_every", lambda v: not v["audit_every"]),
     Idle(("model_ema_decay",), "model_ema", lambda v: not v["model_ema"]),
     Idle(("lr_base_batch_size",), "scale_lr", lambda v: v["scale_lr"] == "none"),
+    Idle(("min_delta",), "patience", lambda v: v["patience"] is None),
     Idle(("min_lr",), "sched", lambda v: v["sched"] == "constant"),
     Idle(("momentum",), "opt", lambda v: v["opt"].lower() in WITHOUT_MOMENTUM),
     Idle(("weight_decay",), "opt", lambda v: v["opt"].lower() in WITHOUT_WEIGHT_DECAY),

@@ -62,83 +62,6 @@ class ModelConfig(FlagGroup):
 
 
 @dataclass(frozen=True)
-class DataConfig(FlagGroup):
-    """The data set, and how its samples are placed, read and augmented."""
-
-    data: str = flag(
-        "digits",
-        "train on digits, fashion-mnist, cifar10, imagefolder:DIR (train/CLASS/*.jpg, "
-        "valid/CLASS/*.jpg), synthetic:SHAPE (synthetic:1x28x28), or package.module:callable",
-        NOT_EMPTY,
-    )
-    data_dir: str = free_flag("data", "read data set files from this folder")
-    data_placement: str = flag(
-        "shared",
-        "place the samples; per-host: each host reads its own part ({host} in a path: its number)",
-        ("shared", "per-host"),
-    )
-    valid_split: float | None = flag(
-        None,
-        "hold out this fraction of a folder without train/ and valid/ for validation",
-        Check(lambda part: 0 < part < 1, "={}: must be above 0 and below 1"),
-    )
-    image_size: int | None = flag(
-        None,
-        "resize folder images to this many pixels square (default: 224, or by model)",
-        POSITIVE,
-    )
-    hflip: float | None = flag(
-        None,
-        "mirror training images with this probability (default: by data set)",
-        Check(lambda probability: 0 <= probability <= 1, "={}: must be from 0 to 1"),
-    )
-    crop_padding: int | None = flag(
-        None,
-        "pad training images by this many pixels, then crop the original size at random",
-        NOT_NEGATIVE,
-    )
-    crop_scale: float | None = flag(
-        None,
-        "crop at least this fraction of a folder's training image at random (default: .08)",
-        Check(lambda part: 0 < part <= 1, "={}: must be above 0, and at most 1"),
-    )
-    mixup: float = flag(
-        0.0,
-        "blend each training sample with another, by shares of Beta(ALPHA, ALPHA) (0: off)",
-        NOT_NEGATIVE,
-    )
-    cutmix: float = flag(
-        0.0,
-        "paste a rectangle of another training sample, its area by Beta(ALPHA, ALPHA) (0: off)",
-        NOT_NEGATIVE,
-    )
-    max_image_pixels: int | None = free_flag(
-        None, "reject images of more than this many pixels (default: 89478485)", POSITIVE
-    )
-    workers: int | None = free_flag(
-        None,
-        "read ahead with this many processes per worker (default: its cores, at most 8; 0: none)",
-        NOT_NEGATIVE,
-        short="-j",
-    )
-    skip_bad_samples: bool = flag(False, "skip and count images that cannot be read")
-
-    def problems(self) -> list[str]:
-        return super().problems() + [
-            f"{mix} and --skip-bad-samples: a sample cannot be mixed with one that is skipped: "
-            "leave one of them out"
-            for mix in self.mixes
-            if self.skip_bad_samples
-        ]
-
-    @property
-    def mixes(self) -> list[str]:
-        """Return the flags that mix samples, as they are given."""
-        alphas = {"--mixup": self.mixup, "--cutmix": self.cutmix}
-        return [f"{name}={alpha}" for name, alpha in alphas.items() if alpha]
-
-
-@dataclass(frozen=True)
 class BatchConfig(FlagGroup):
     """The samples of a step. At most one of the two batch sizes may be given."""
 
@@ -239,6 +162,14 @@ class ScheduleConfig(FlagGroup):
         POSITIVE,
     )
     max_steps: int | None = free_flag(None, "end after this many steps, if earlier", POSITIVE)
+    patience: int | None = flag(
+        None,
+        "end after this many evaluations that do not improve the figure of the best checkpoint",
+        POSITIVE,
+    )
+    min_delta: float = flag(
+        0.0, "count as improvement, for --patience, only a change above this", NOT_NEGATIVE
+    )
     sched: str = flag(
         "constant",
         "schedule the learning rate: constant; cosine to 0; step: a tenth at 1/3, 2/3 and 8/9",

@@ -27,6 +27,8 @@ class LoopOptions(TypedDict, total=False):
     model_ema_decay: float
     epochs: int | None
     max_steps: int | None
+    patience: int | None
+    min_delta: float
     amp: Literal["none", "bf16", "fp16"]
     compression: Literal["none", "fp16"]
     bucket_bytes: int | str

@@ -29,6 +29,8 @@ ELSEWHERE = {  # names in other programs
     "max_epochs": "epochs",
     "num_workers": "workers",
     "grad_clip": "clip_grad",
+    "early_stopping_patience": "patience",
+    "early_stopping_threshold": "min_delta",
 }
 
 

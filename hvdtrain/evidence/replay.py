@@ -39,9 +39,11 @@ from hvdtrain.run.tasks import find_source
 from hvdtrain.topology import Topology
 from hvdtrain.train.built import refuse_another_base
 from hvdtrain.train.checkpoint import DamagedCheckpoint, load_checkpoint
+from hvdtrain.train.interfaces import Audit
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Audit, State, steps_from
+from hvdtrain.train.loop import steps_from
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.progress import State
 from hvdtrain.train.simulated import SimulatedRanks
 from hvdtrain.train.state import restore
 from hvdtrain.train.step import Step, compute_all

@@ -173,6 +173,7 @@ def final_lines(summary: Mapping[str, Any], config: Mapping[str, Any], folder: s
     return "\n".join(
         [
             f"finished: {_course(summary)}{result}",
+            *([f"ended early: {summary['end_reason']}"] if summary.get("end_reason") else ()),
             *(
                 f"best: validation {name.removeprefix('valid_')} {value:.4f} after step "
                 f"{best.get('step', 0):,}, epoch {best.get('epoch')}; evaluate, predict and export "

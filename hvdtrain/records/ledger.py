@@ -27,8 +27,8 @@ from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Outcome
 from hvdtrain.train.metering import Totals
+from hvdtrain.train.progress import Outcome
 
 CAUSE = ".failed"  # in the run directory: the failure of a rank other than 0
 
@@ -213,6 +213,7 @@ class RunLedger(Ledger):
             "status": "finished",
             "epochs": outcome.totals.epoch,
             "ended": moment(),
+            "end_reason": outcome.end_reason,
             "samples_per_s": outcome.steady_samples_per_s,
             "wall_s": time.monotonic() - self._began_s,
             "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
@@ -277,6 +278,7 @@ def _summary_at_start(
         "train_loss": None,
         **dict.fromkeys(evaluated),
         "best": None,
+        "end_reason": None,
         "bad_samples": 0,
         "stragglers": [],
         "samples_per_s": None,

@@ -87,6 +87,7 @@ def _results_of(run: Run, metrics: Sequence[str]) -> dict[str, str]:
         "global batch size": _show(run.config, "global_batch_size"),
         "epochs": _show(reached, "epochs"),
         "steps": _show(reached, "steps"),
+        "ended early": _text(run.summary, "end_reason"),
         "samples seen": _show(reached, "samples_seen"),
         "train loss": _show(reached, "train_loss", ".4g"),
         **{name.replace("_", " "): _show(evaluated, name, ".4g") for name in metrics},

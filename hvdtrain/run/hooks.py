@@ -23,8 +23,9 @@ from hvdtrain.records.provenance import changes, machine
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.stop import StopSignals
 from hvdtrain.train.evaluate import Evaluation
+from hvdtrain.train.interfaces import Audit
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Audit, State
+from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture
 
 

@@ -9,33 +9,26 @@ with hvdtrain.Loop(model, optimizer, train_set, global_batch_size=100, epochs=3)
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from typing_extensions import Unpack  # which torch requires
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.keywords import OPTIONS, LoopOptions, lists_options
-from hvdtrain.config.options import LOOP_OPTIONS, build_config, from_python, nearest, train_options
-from hvdtrain.data import Split, Splits
-from hvdtrain.data.adapters import batch_size_of, split_of
-from hvdtrain.data.loader_order import has_batch_size, order_problem
-from hvdtrain.data.splits import check_split
+from hvdtrain.config.keywords import LoopOptions, lists_options
+from hvdtrain.data.adapters import batch_size_of
+from hvdtrain.data.loader_order import has_batch_size
 from hvdtrain.errors import UsageError, refuse
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import report_uncaught
 from hvdtrain.run.resume import take_last_state
 from hvdtrain.run.script import (
-    NOTHING,
     Evaluate,
     LoopEnded,
     Script,
@@ -45,18 +38,15 @@ from hvdtrain.run.script import (
     in_words_of_script,
     is_directed,
     next_loop,
-    optimizer_problems,
 )
+from hvdtrain.run.script_input import Samples, problems_of, read_options, read_samples
 from hvdtrain.run.training import Session, TrainingRun, join_session, of_this_job, training_run
-from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.topology import Topology
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Stateful
 from hvdtrain.train.loop import TrainingLoop
 from hvdtrain.train.state import keep_saved_weights
 from hvdtrain.train.step import Step
-
-Samples = Split | Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
 
 class Loop:
@@ -78,7 +68,9 @@ class Loop:
     objects to save and restore too, such as learning rate schedulers. `save_frozen`: False:
     checkpoints leave out parameters that are frozen (`requires_grad_(False)`), such as those that
     an adapter is for. The script makes them again at each start; a resume with other ones is
-    refused. `gathers`: the loop calls `all_gather` for each batch.
+    refused. `gathers`: the loop calls `all_gather` for each batch. `on_evaluation`: called on every
+    worker with each evaluation of the run (`.loss`, `.metrics`, and `.step` and `.epoch`, numbered
+    as of the step), before the state is saved; after a resume not with those that were made before.
 
     `options`: those of `hvdtrain train` by name, with its defaults (`experiment`: the name of the
     script). Not those of the model, the data, the optimizer and the learning rate, which are the
@@ -110,13 +102,14 @@ class Loop:
         state: Sequence[Stateful] = (),
         save_frozen: bool = True,
         gathers: bool = False,
+        on_evaluation: Callable[[Evaluation], object] | None = None,
         **options: Unpack[LoopOptions],
     ) -> None:
         """Check what is given; raises UsageError with every problem."""
         report_uncaught()
         if isinstance(train, DataLoader) and "batch_size" not in options and has_batch_size(train):
             options = {"global_batch_size": batch_size_of(train), **options}
-        self._config, self._is_named = _read_options(options)
+        self._config, self._is_named = read_options(options)
         self._stack = ExitStack()
         self._script = Script(
             path=Path(sys.argv[0]),
@@ -126,10 +119,11 @@ class Loop:
             task=ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest),
             save_frozen=save_frozen,
             gathers=gathers,
+            on_evaluation=on_evaluation,
         )
-        problems = _problems(self._script, train, valid, (valid is None) != (evaluate is None))
+        problems = problems_of(self._script, train, valid, (valid is None) != (evaluate is None))
         refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
-        data = _read_samples(self._script.path.name, train, valid, self._config.run.seed)
+        data = read_samples(self._script.path.name, train, valid, self._config.run.seed)
         self._script = replace(self._script, data=data)
 
     def __enter__(self) -> Loop:
@@ -227,6 +221,19 @@ class Loop:
         """Return the newest evaluation; None before the first one."""
         return self._last if self._loop is None else self._loop.state.evaluation
 
+    def stop(self, reason: str = "loop.stop()") -> None:
+        """End the run after this step on every worker, whichever of them call this: it is
+        evaluated, saved and finished, with the reason in its summary, and a resume does not train
+        on.
+
+        Workers learn of it with the sums of the next `step.update()`: after that of the current
+        step, the run goes on for one step. In `on_evaluation` it ends without a further one.
+        """
+        if self._directed is None:
+            self._demand_context()
+        if self._loop is not None:
+            self._loop.request_end(str(reason) or "loop.stop()")
+
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context for forward passes with the option `amp`."""
         if self._loop is None:
@@ -268,33 +275,6 @@ class Loop:
         return self._session
 
 
-def _problems(script: Script, train: Samples, valid: Any, has_half: bool) -> Iterator[str]:
-    """Yield what is wrong with a script. `has_half`: only one of samples to validate with and a
-    function for them.
-    """
-    if has_half:
-        yield "give `valid` and `evaluate` together, or none of them"
-    yield from optimizer_problems(script.model, script.optimizers, script.further_state)
-    for part, source in (("train", train), ("valid", valid)):
-        if isinstance(source, DataLoader) and (text := order_problem(source, part)):
-            yield text
-    if not script.save_frozen and all(p.requires_grad for p in script.model.parameters()):
-        yield "save_frozen=False: no parameter is frozen"
-    names = ("loss", *valid_metrics_of(script.task))
-    if script.task.best not in names:
-        yield f"best={script.task.best!r}: choose from {', '.join(names)}"
-
-
-def _read_samples(name: str, train: Samples, valid: Samples | None, seed: int) -> Splits:
-    """Return the samples of a script as splits. Raises UsageError."""
-    splits = {"train": split_of(train, seed)}
-    if valid is not None:
-        splits["valid"] = split_of(valid, seed)
-    for part, split in splits.items():
-        check_split("hvdtrain.Loop", part, part, split)
-    return Splits(name, splits["train"], splits.get("valid", NOTHING))
-
-
 def _of_this_loop(config: TrainConfig, number: int, exchange: Exchange) -> TrainConfig:
     """Collective: return the configuration with the name of this loop's run.
 
@@ -306,45 +286,3 @@ def _of_this_loop(config: TrainConfig, number: int, exchange: Exchange) -> Train
         name = f"{config.run.experiment}-loop-{number}"
         config = replace(config, run=replace(config.run, experiment=name))
     return of_this_job(config, exchange)
-
-
-def _read_options(options: Mapping[str, Any]) -> tuple[TrainConfig, bool]:
-    """Return the configuration of a script's options, and whether it names the run. Raises
-    UsageError with every problem.
-    """
-    outer = os.environ.get(LOOP_OPTIONS, "{}")
-    try:
-        replaced = json.loads(outer)
-    except ValueError:
-        replaced = None
-    if not isinstance(replaced, dict):
-        raise UsageError(f'{LOOP_OPTIONS}={outer}: expected JSON, such as {{"virtual_workers": 6}}')
-    problems = []
-    if "auto" in (options.get("rank_weights"), replaced.get("rank_weights")):
-        problems.append(
-            "hvdtrain.Loop: rank_weights='auto': a script computes in its loop, so speeds cannot "
-            "be measured before: give weights, such as '1,1,2'"
-        )
-    problems += [
-        f"{source}: unknown option {name!r}{_hint(name)}"
-        for source, names in (("hvdtrain.Loop", options), (LOOP_OPTIONS, replaced))
-        for name in names
-        if name not in OPTIONS
-    ]
-    parsed = {"experiment": Path(sys.argv[0]).stem or "script"}
-    for name, value in {**options, **replaced}.items():
-        if name in OPTIONS:
-            try:
-                parsed[name] = from_python(name, value)
-            except ValueError as error:
-                problems.append(f"hvdtrain.Loop: {error}")
-    is_named = "experiment" in options and "experiment" not in replaced
-    return build_config(parsed, problems), is_named
-
-
-def _hint(name: str) -> str:
-    """Return the end of the message on an option that a script does not have."""
-    near = nearest(name, OPTIONS)
-    if name in train_options() or near not in (None, *OPTIONS):
-        return ": model, data, optimizer and learning rate are the script's own"
-    return f": did you mean {near}?" if near in OPTIONS else ". See help(hvdtrain.Loop)"

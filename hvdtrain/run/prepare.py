@@ -31,6 +31,7 @@ from hvdtrain.train.evaluate import in_evaluation_mode
 from hvdtrain.train.job import Intervals, Job, Stateful
 from hvdtrain.train.optimizers import UNSUITABLE, build_optimizer
 from hvdtrain.train.portable import refuse_unreadable
+from hvdtrain.train.progress import patience_of
 from hvdtrain.train.recomputation import use_grad_checkpointing
 from hvdtrain.train.schedules import Schedule, make_schedule, scaled_lr
 from hvdtrain.train.update import Update
@@ -75,6 +76,7 @@ def prepare(
         fingerprints=source.fingerprints,
         seed=config.run.seed,
         further_state=state,
+        patience=patience_of(config.schedule.patience, config.schedule.min_delta, source.data),
         built=built_of(optimizers, state),
         save_frozen=script is None or script.save_frozen,
         gathers=script is not None and script.gathers,

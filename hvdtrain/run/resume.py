@@ -61,6 +61,7 @@ NEEDED_AT_END = {
     "further_state",
     "evaluation",
 }
+COUNTED_BY_PATIENCE = {"eval_interval", "eval_every"}  # how often evaluations are made
 # Without which the summary is not that of a finished run.
 FIGURES = {"epochs", "steps", "samples_seen", "samples_per_s", "params_sha256"}
 
@@ -254,7 +255,8 @@ def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path
         f"{path} was started {_shown(stored[option.name], 'without it', 'with ')}; a resumed run "
         f"is the same experiment: {_as_flag(option, stored[option.name])}"
         for option in train_options().values()
-        if option.learns and wanted[option.name] != stored[option.name]
+        if option.learns or (wanted["patience"] and option.name in COUNTED_BY_PATIENCE)
+        if wanted[option.name] != stored[option.name]
     ]
     refuse(problems, f"; or give all its options: --config {path / CONFIG}")
 
@@ -279,6 +281,8 @@ def _finished_summary(
     with suppress(OSError, ValueError):
         summary, wanted = read_json(path / SUMMARY), config.schedule
         is_whole = summary.keys() >= FIGURES and summary.get("status") == "finished"
+        if is_whole and summary.get("end_reason"):  # which a longer run would have met as well
+            return summary
         length = (stored.get("epochs"), stored.get("max_steps"))
         if is_whole and length == (wanted.epochs, wanted.max_steps):
             return summary

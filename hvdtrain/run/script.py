@@ -23,6 +23,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.log import counted
 from hvdtrain.tasks import Settings, Sums, Task
+from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Stateful
 from hvdtrain.train.optimizers import UNSUITABLE
 from hvdtrain.train.step import Step
@@ -74,6 +75,7 @@ class Script:
     data: Splits = NO_DATA
     save_frozen: bool = True
     gathers: bool = False
+    on_evaluation: Callable[[Evaluation], object] | None = None
     loop: int = 1  # its number among the loops of the script
 
 

@@ -48,9 +48,10 @@ from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import convert_back
 from hvdtrain.train.devices import check_devices, name_of
 from hvdtrain.train.dynamo import defer_dynamo
+from hvdtrain.train.interfaces import Hooks
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Hooks, Outcome, State
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.progress import Outcome, State
 from hvdtrain.train.state import restore
 
 NEEDED_LATER = {"step", "progress"}  # of a state that is restored
@@ -250,13 +251,15 @@ def _make_ready(
 
     signals.training_starts(note=ledger.fail, give_up=give_up)
     keeper = RunKeeper(exchange, ledger, signals, session.pulse)
+    hook = session.script.on_evaluation if session.script else None
 
     def finish(outcome: Outcome) -> None:
         profiler.close()
         audit.close()
         ledger.finish(outcome)
 
-    return TrainingRun(job, state, Hooks(audit, ledger, keeper, profiler), finish, config.folder)
+    hooks = Hooks(audit, ledger, keeper, profiler, hook)
+    return TrainingRun(job, state, hooks, finish, config.folder)
 
 
 def of_this_job(config: TrainConfig, exchange: Exchange) -> TrainConfig:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,14 @@ class Evaluation:
     loss: float
     metrics: dict[str, float]  # means
     tables: dict[str, Table]  # sums, such as the counts of confusions
+    step: int = field(default=0, compare=False)  # of the training, after which it was made, from 1
+    epoch: int = field(default=0, compare=False)  # of this step, from 0
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields as JSON holds them."""
-        return {**vars(self), "tables": {n: plain_table(table) for n, table in self.tables.items()}}
+        """Return samples, loss, metrics and tables as JSON holds them."""
+        tables = {name: plain_table(table) for name, table in self.tables.items()}
+        figures = {"samples": self.samples, "loss": self.loss, "metrics": self.metrics}
+        return figures | {"tables": tables}
 
     def class_accuracy(self) -> list[float | None] | None:
         """Return each class's accuracy, None without samples; or None, unless there is a table

@@ -20,6 +20,7 @@ from hvdtrain.exchange.agreement import check_same_settings, run_on_all
 from hvdtrain.exchange.buckets import Message, messages_of
 from hvdtrain.tasks import Task
 from hvdtrain.train.built import NONE_LEFT_OUT, FrozenWeights
+from hvdtrain.train.progress import Patience
 from hvdtrain.train.schedules import Schedule
 from hvdtrain.train.update import Update
 from hvdtrain.train.workers import RankWorker, VirtualWorkers, Workers
@@ -65,6 +66,7 @@ class Job:
     further_state: Sequence[Stateful] = ()  # objects of a script, saved in each checkpoint
     built: Mapping[str, Any] = field(default_factory=dict)  # settings of optimizers and of these
     save_frozen: bool = True
+    patience: Patience | None = None  # None: no early stopping
     gathers: bool = False  # the passes of a script gather features of all samples
     base: FrozenWeights = NONE_LEFT_OUT  # the frozen parameters that checkpoints leave out
     workers: Workers = None  # type: ignore[assignment]  # made by `distributed`

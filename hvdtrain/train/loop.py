@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
 
 import numpy as np
-import torch
 
 from hvdtrain.data.feeding import StepData
 from hvdtrain.errors import TrainingError, UsageError
@@ -18,95 +16,13 @@ from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import check_equal_on_all_ranks
 from hvdtrain.log import say
 from hvdtrain.train.evaluate import Evaluation, Interrupted, evaluate
+from hvdtrain.train.interfaces import Hooks
 from hvdtrain.train.job import Job
-from hvdtrain.train.metering import Meter, StepSums, Totals
 from hvdtrain.train.passes import steps_are_ours
+from hvdtrain.train.progress import Outcome, State
 from hvdtrain.train.step import Step, compute
 
 _NOTHING_READ = "{data}: none of the samples to {part} could be read. See what was skipped"
-
-
-class Audit(Protocol):
-    """An audit or a trace of chosen steps (`hvdtrain.audit`)."""
-
-    def begin(self, step: int, data: StepData) -> None:
-        """Prepare for a step (counted from 1), before its first backward pass."""
-
-    def begin_pass(self, share: int, batch: Any) -> None:
-        """Prepare for a backward pass over a batch of `share`; passes of a share are adjacent."""
-
-    def reduced(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Collective: examine the gradients of these optimizers once they are reduced."""
-
-    def updated(self, step: int, sums: StepSums) -> None:
-        """Collective: examine the step once all parameters are updated."""
-
-    def close(self) -> None:
-        """Collective: end, after the last step."""
-
-
-class StepHook(Protocol):
-    """A profiler of chosen steps."""
-
-    def begin(self, step: int) -> None:
-        """Prepare for a step (counted from 1), before its backward pass."""
-
-    def end(self, step: int) -> None:
-        """Collective: end the step."""
-
-
-class Observer(Protocol):
-    """A receiver of the results of intervals and epochs, which records or prints them."""
-
-    def interval_end(self, totals: Totals, lr: float) -> None: ...
-
-    def epoch_end(self, totals: Totals, evaluation: Evaluation | None, lr: float) -> None: ...
-
-    def evaluated(self, totals: Totals, evaluation: Evaluation) -> None:
-        """Take an evaluation within an epoch; `totals`: of the epoch so far."""
-
-
-class Keeper(Protocol):
-    """The part of a run that saves its state and receives stop requests."""
-
-    def stop_requested(self) -> bool:
-        """Return whether this rank was asked to stop; called at each step and in evaluations."""
-
-    def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
-        """Collective: save the state between two steps."""
-
-    def stop(self) -> NoReturn:
-        """Collective: end the run, whose state is saved, by raising Stopped."""
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """The objects that the loop calls at each step, interval and epoch."""
-
-    audit: Audit
-    observer: Observer
-    keeper: Keeper
-    profiler: StepHook  # called before and after the whole step
-
-
-@dataclass
-class State:
-    """The progress and sums of a run; steps and samples seen determine the data that follow."""
-
-    meter: Meter
-    step: int = 0
-    samples_seen: int = 0
-    evaluation: Evaluation | None = None  # the newest one
-    evaluated_at: int = 0  # the step after which it was made
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a finished run."""
-
-    totals: Totals
-    evaluation: Evaluation | None  # of the last step; None without samples to validate with
-    steady_samples_per_s: float
 
 
 class TrainingLoop:
@@ -120,6 +36,7 @@ class TrainingLoop:
         self._first_trained: tuple[int, ...] = (0,)  # by the first passes of a step: optimizers
         self._is_first_step = self._is_first_evaluation = True  # of this process
         self._evaluated_at = -1  # the step after which this process last evaluated the model
+        self._new: Evaluation | None = None  # which is not followed up yet
 
     def steps(self) -> Iterator[Step]:
         """Collective: yield each step, and end it once its body is done; evaluate, save and stop.
@@ -139,8 +56,10 @@ class TrainingLoop:
                 due = job.intervals.checkpoint and state.step % job.intervals.checkpoint == 0
                 if due or evaluated or meter.stop_agreed:
                     self._save(evaluated)
-                if meter.stop_agreed and not (evaluated and state.step == job.total_steps):
+                if meter.stop_agreed and not (evaluated and self._is_over):
                     self._hooks.keeper.stop()
+                if state.early_end.reason is not None:
+                    break
         self.end()
 
     def end(self) -> None:
@@ -154,10 +73,20 @@ class TrainingLoop:
                 self._end_epoch(at_end=True)
             elif not is_saved:  # resumed from the checkpoint of the last step
                 self._evaluate()
+            self._follow_up()
             if not is_saved:
                 self._save(True)
         totals, speed = meter.last_epoch or meter.totals(), meter.steady_samples_per_s
-        self.outcome = Outcome(totals, self.state.evaluation, speed)
+        reason = self.state.early_end.reason
+        self.outcome = Outcome(totals, self.state.evaluation, speed, reason)
+
+    def request_end(self, reason: str) -> None:
+        """Let all ranks end the run: after the step whose update follows, or, in the script's hook
+        on evaluations, after this one.
+        """
+        self.state.early_end.requested = reason
+        if self.step is not None:
+            self.step.end_requested = True
 
     def _leave(self, step: Step) -> None:
         """Collective: end the step whose body was left, and make sure that all ranks have left."""
@@ -168,11 +97,12 @@ class TrainingLoop:
         if was_updated := step.is_updated:
             self._end_step()
         self.step = None
-        if self.state.step < self.job.total_steps:
+        if not self._is_over:
             if was_updated:  # other ranks may have left at the top of the next step
                 self._begin_meter()
             nothing = StepData(np.zeros(0, np.int64), [], iter(()))
             self._next_step(nothing).leave(self._first_trained)
+            self.state.early_end.agree(self.state.early_end.requested, self._exchange)
 
     @contextmanager
     def _stops_when_asked(self) -> Iterator[None]:
@@ -186,9 +116,13 @@ class TrainingLoop:
             self._hooks.keeper.stop()
 
     @property
+    def _is_over(self) -> bool:
+        """Return whether no step is left, or all ranks have agreed to make none."""
+        return is_over(self.state, self.job)
+
+    @property
     def _is_epoch_end(self) -> bool:
-        state, job = self.state, self.job
-        return state.samples_seen % job.sampler.samples == 0 or state.step == job.total_steps
+        return self.state.samples_seen % self.job.sampler.samples == 0 or self._is_over
 
     @property
     def _is_evaluation_step(self) -> bool:
@@ -210,19 +144,47 @@ class TrainingLoop:
         state = self.state
         if not self._is_evaluation_due:
             return False
+        evaluated = True
         if self._is_epoch_end:
-            return self._end_epoch()
-        state.meter.collect()
-        self._evaluate()
-        assert state.evaluation is not None
-        self._hooks.observer.evaluated(state.meter.totals(), state.evaluation)
-        return True
+            evaluated = self._end_epoch()
+        else:
+            state.meter.collect()
+            self._evaluate()
+            assert state.evaluation is not None
+            self._hooks.observer.evaluated(state.meter.totals(), state.evaluation)
+        self._follow_up()
+        return evaluated
+
+    def _follow_up(self) -> None:
+        """Collective: call the script's hook with a new evaluation, count it, and agree on whether
+        the run ends here. A request after the update of the step waits for the next one.
+        """
+        job, early_end, evaluation = self.job, self.state.early_end, self._new
+        if evaluation is None:
+            return
+        self._new, exhausted = None, None
+        waiting, early_end.requested = early_end.requested, None
+        if self._hooks.on_evaluation is not None:
+            self._hooks.on_evaluation(evaluation)
+        requested, early_end.requested = early_end.requested, waiting
+        if job.patience and self._is_in_every_run:
+            exhausted = early_end.count(evaluation, job.task, job.patience)
+        if (job.patience or not job.task.computes_loss) and early_end.reason is None:
+            early_end.agree(requested or exhausted, self._exchange)
+
+    @property
+    def _is_in_every_run(self) -> bool:
+        """Return whether a longer run is evaluated after this step too, not only at its end."""
+        epoch, rest = divmod(self.state.samples_seen, self.job.sampler.samples)
+        is_due = epoch > 0 and rest == 0 and epoch % self.job.intervals.evaluation == 0
+        return is_due or self._is_evaluation_step
 
     def _begin_step(self, data: StepData) -> Step:
         hooks, number = self._hooks, self.state.step + 1
         hooks.profiler.begin(number)
         self._begin_meter()
         self.step = self._next_step(data, hooks.keeper.stop_requested(), self._is_first_step)
+        self.step.end_requested = self.state.early_end.requested is not None
         return self.step
 
     def _begin_meter(self) -> None:
@@ -257,6 +219,8 @@ class TrainingLoop:
             self._note_differing_buffers()
         hooks.profiler.end(step.number)
         state.step, state.samples_seen = step.number, state.samples_seen + step.samples
+        if step.end_agreed:
+            state.early_end.agree(state.early_end.requested, self._exchange)
         if step.number % job.intervals.log == 0:
             hooks.observer.interval_end(meter.read_interval(), job.lr)
         if job.intervals.hash and step.number % job.intervals.hash == 0:
@@ -282,7 +246,7 @@ class TrainingLoop:
         totals = meter.totals()
         if math.isnan(totals.loss):  # no samples: a loss that is not finite has raised already
             raise TrainingError(_NOTHING_READ.format(part="train on", data=job.data.name))
-        at_end = at_end or totals.step == job.total_steps or self._is_evaluation_step
+        at_end = at_end or self._is_over or self._is_evaluation_step
         due = totals.epoch % job.intervals.evaluation == 0 or at_end
         if due and self._evaluated_at != totals.step:
             self._evaluate()
@@ -320,8 +284,17 @@ class TrainingLoop:
                     "the parameters are unusable and are not saved. Lower --lr, or add "
                     "--warmup-epochs"
                 )
-            self.state.evaluation, self.state.evaluated_at = evaluation, self.state.step
+            self._take(evaluation)
         self._evaluated_at = self.state.step
+
+    def _take(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation as the newest one; it is new unless it repeats one before a resume."""
+        state, steps = self.state, self.job.sampler.steps_per_epoch
+        epoch = max(state.step - 1, 0) // steps
+        is_new = state.evaluation is None or state.evaluated_at != state.step
+        state.evaluation = replace(evaluation, step=state.step, epoch=epoch)
+        state.evaluated_at = state.step
+        self._new = state.evaluation if is_new else None
 
     def _save(self, evaluated: bool) -> None:
         """Collective: save the state, with the evaluation that was just made, if so."""
@@ -339,10 +312,15 @@ def train(loop: TrainingLoop) -> Outcome:
     return loop.outcome
 
 
+def is_over(state: State, job: Job) -> bool:
+    """Return whether no step is left, or all ranks have agreed to make none."""
+    return state.step >= job.total_steps or state.early_end.reason is not None
+
+
 def steps_from(job: Job, state: State, exchange: Exchange) -> Iterator[StepData]:
     """Collective: yield the data of each step from `state`, which the caller advances, to the end
     of the run.
     """
-    while state.step < job.total_steps:
+    while not is_over(state, job):
         job.begin_epoch(state.samples_seen // job.sampler.samples, exchange)
         yield from job.feed.epoch(state.samples_seen, job.total_steps - state.step, exchange.rank)

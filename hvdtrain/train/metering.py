@@ -27,8 +27,8 @@ from hvdtrain.train.clock import PHASES, OwnTimes, PhaseClock
 WARM_UP_STEPS = 5  # excluded from the steady-state samples per second
 
 # The sums of a step: first those that the host knows, then those computed on the device.
-COUNT, STOP, LEFT, BAD = range(4)
-PHASES_FROM = 4
+COUNT, STOP, LEFT, BAD, END = range(5)
+PHASES_FROM = 5
 LOSS = PHASES_FROM + len(PHASES)
 NOT_FINITE, METRICS_FROM = LOSS + 1, LOSS + 2
 
@@ -61,7 +61,7 @@ class StepSums:
     def __init__(self, device: torch.device, metrics: Sequence[str] = (), rows: int = 1) -> None:
         """`rows`: sums that are kept apart, and added in their order once all ranks have added."""
         # Count that the loss is a mean over (usually samples); stop requests; ranks that have left
-        # the loop; unreadable samples; seconds of each phase.
+        # the loop; unreadable samples; requests to end the run; seconds of each phase.
         self._host_sums = [[0.0] * LOSS for _ in range(rows)]
         # Loss; losses that are not finite; metrics.
         self._computed = torch.zeros(
@@ -89,9 +89,13 @@ class StepSums:
         computed = [loss, ~loss.isfinite(), *(sums.metrics[n].detach() for n in self._metrics)]
         self._computed[row] += torch.stack([value.double() for value in computed])
 
-    def leave(self) -> None:
-        """Note that this rank has left the loop."""
-        self._host_sums[0][LEFT] = 1.0
+    def mark(self, column: int, applies: bool = True) -> None:
+        """Note that this rank has left the loop (LEFT), or asks to end the run (END)."""
+        self._host_sums[0][column] = float(applies)
+
+    def is_marked(self, column: int) -> bool:
+        """Return whether this rank has noted that."""
+        return self._host_sums[0][column] > 0
 
     def start(
         self,

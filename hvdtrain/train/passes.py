@@ -20,7 +20,7 @@ from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.tasks.means import mean_in
 from hvdtrain.train.batchnorm import counting
 from hvdtrain.train.job import Job
-from hvdtrain.train.metering import LEFT, StepSums
+from hvdtrain.train.metering import END, LEFT, StepSums
 from hvdtrain.train.update import not_finite
 
 
@@ -84,17 +84,23 @@ def refuse_mean(loss: object, count: float, step: int) -> None:
         )
 
 
-def refuse_leavers(job: Job, exchange: Exchange, sums: StepSums, step: int) -> None:
-    """Collective: raise TrainingError on all ranks if only some have left a script's loop."""
-    if job.task.computes_loss or exchange.size == 1:
-        return
+def ends_run(job: Job, exchange: Exchange, sums: StepSums, step: int) -> bool:
+    """Collective: return whether any rank asks to end the run with this step of a script. Raises
+    TrainingError on all ranks if only some have left its loop.
+    """
+    if job.task.computes_loss:
+        return False
+    if exchange.size == 1:
+        return sums.is_marked(END)
     if 0 < int(sums.total()[LEFT]) < exchange.size:
         each = exchange.all_gather_object(bool(sums.local[LEFT]), "hvdtrain.left")
         ranks = [rank for rank, has_left in enumerate(each) if has_left]
         raise TrainingError(
             f"{name_ranks(ranks)} left the loop before step {step}, and others did not. "
-            "Decide by what is equal on all of them, such as loop.evaluation or loop.mean"
+            "End the run by loop.stop(), or decide by what is equal on all of them, such as "
+            "loop.evaluation or loop.mean"
         )
+    return bool(sums.total()[END])
 
 
 def refuse_gradients(

@@ -23,8 +23,8 @@ from hvdtrain.train.built import refuse_another_base, saved_base
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job, Stateful
-from hvdtrain.train.loop import State
 from hvdtrain.train.portable import portable
+from hvdtrain.train.progress import EarlyEnd, State
 from hvdtrain.train.update import not_finite
 from hvdtrain.train.worker_state import WorkerState
 
@@ -41,11 +41,16 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
     at.meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {at.step}")
     job.base.check(job.model, at.step)
-    gathered = exchange.all_gather_object(job.workers.states(), "hvdtrain.worker_states")
+    of_rank = job.workers.states(), at.early_end.requested
+    of_ranks = exchange.all_gather_object(of_rank, "hvdtrain.rank_states")
+    gathered, requests = zip(*of_ranks, strict=True)
     models = _copied_models(job, exchange.rank == 0)
     snapshot, problem = None, None
     if models:
+        requested = next(filter(None, requests), None)
+        early_end = asdict(at.early_end) | {"requested": requested}
         state = _content(job, at, models, list(itertools.chain(*gathered)), progress)
+        state["early_end"] = early_end
         weights = {n: t for n, t in models.evaluated.items() if isinstance(t, torch.Tensor)}
         snapshot = Snapshot(at.step, models.sha256, weights, state)
         problem = find_not_finite(state)
@@ -266,6 +271,7 @@ def restore(state: dict[str, Any], job: Job, at: State) -> str | None:
     at.step, at.samples_seen = state["step"], state["samples_seen"]
     at.evaluation = evaluation_in(state) or at.evaluation
     at.evaluated_at = state.get("evaluated_at", 0)
+    at.early_end = EarlyEnd(**state.get("early_end", {}))
     average = job.update.average
     models = [job.model] if average is None else [job.model, average.module]
     return job.workers.restore(state["ranks"], models)

@@ -13,7 +13,7 @@ gradient is multiplied by B / (count over all ranks) before it is used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,21 +24,19 @@ from hvdtrain.tasks import Sums, as_sums, check_sums
 from hvdtrain.train.batchnorm import counting
 from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.gathering import BatchSlice, gathering_of
+from hvdtrain.train.interfaces import Audit
 from hvdtrain.train.job import Job
-from hvdtrain.train.metering import COUNT, StepSums
+from hvdtrain.train.metering import COUNT, END, LEFT, StepSums
 from hvdtrain.train.passes import (
     GradientGuard,
     Pass,
     checked_count,
+    ends_run,
     others_frozen,
     refuse_gradients,
-    refuse_leavers,
     refuse_mean,
     summed_loss,
 )
-
-if TYPE_CHECKING:
-    from hvdtrain.train.loop import Audit
 
 OptimizerIndices = tuple[int, ...]  # of optimizers among those of the job
 
@@ -76,6 +74,7 @@ class Step:
         self._active: OptimizerIndices | None = None  # the optimizers whose passes are made
         self.first_trained: OptimizerIndices = ()  # those of the first passes
         self._made: list[StepSums] = []  # of each update
+        self.end_requested = self.end_agreed = False  # of the run: by this rank, by all ranks
         self._sums = StepSums(job.device)
         self._guard = GradientGuard(job, exchange, number)
         self._gathering = gathering_of(exchange, job.feed.shares) if job.gathers else None
@@ -252,9 +251,10 @@ class Step:
         clock, number = self._clock, self.number
         optimizers, self._active = [job.optimizers[index] for index in self._active], None
         clock.enter("exchange")
+        sums.mark(END, self.end_requested)
         sums.start(exchange, number, self._stop_requested, clock.take(), len(self._made))
         job.workers.reduce_gradients()
-        refuse_leavers(job, exchange, sums, number)
+        self.end_agreed |= ends_run(job, exchange, sums, number)
         self._audit.reduced(number, optimizers)
         if not job.task.counts_samples or may_skip(job.data.train):  # the count is known only now
             counted = float(sums.total()[COUNT])
@@ -276,10 +276,10 @@ class Step:
         job, exchange = self.job, self._exchange
         for _ in self.batches(job.optimizers[trained[0]] if len(trained) == 1 else None):
             raise self._refusal("it has batches")
-        self._sums.leave()
+        self._sums.mark(LEFT)
         self._sums.start(exchange, self.number, self._stop_requested, self._clock.take())
         job.workers.reduce_gradients()
-        refuse_leavers(job, exchange, self._sums, self.number)
+        ends_run(job, exchange, self._sums, self.number)
 
     def close(self) -> StepSums:
         """Collective: end the step. Returns its sums, whose reduction may still be in progress."""

@@ -47,9 +47,9 @@ from hvdtrain.tensors import params_sha256
 from hvdtrain.train.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.train.evaluate import Interrupted
 from hvdtrain.train.job import Intervals, Job
-from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter, StepSums
 from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE_ALONE
+from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture
 from hvdtrain.train.update import Update
 from tests.rings import lengths_for, rank_data

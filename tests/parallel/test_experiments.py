@@ -57,6 +57,9 @@ BITS = {
     + ["--opt=adamw", "--lr=0.003", "--global-batch-size=53", "--max-steps=8", "--amp=bf16"],
     "tokens, rank weights": ["--task=tests.parallel.tasks:Tokens", "--virtual-workers=5"]
     + ["--global-batch-size=33", "--max-steps=20", "--lr=0.1", "--rank-weights"],
+    # Evaluations after the steps 4, 8 and 12, of which none can improve on the first.
+    "patience": [f"--model={PLUGINS}:lenet_with_dropout", "--virtual-workers=4", "--lr=0.05"]
+    + ["--global-batch-size=100", "--eval-every=4", "--patience=2", "--min-delta=1"],
     # On two workers over Gloo, processes read ahead.
     "folder": ["--model=tests.unit.jobs:with_dropout", "--image-size=12", "--epochs=3"]
     + ["--mixup=0.4", "--cutmix=1", "--lr=0.01", "--data=imagefolder:{pictures}"]
@@ -266,6 +269,8 @@ def test_the_same_bits_on_any_number_of_workers(name: str, result: Result) -> No
     """
     alone, _ = result(name, ALONE)
     assert alone["samples_seen"] > 0 < alone["train_loss"]
+    assert (alone["end_reason"] is not None) == (name == "patience")
+    assert name != "patience" or alone["steps"] == 12
     same = ("params_sha256", "train_loss", "valid_loss", "best", "samples_seen", "trace")
     assert alone["trace"]["records"] == -(-alone["steps"] // 3)  # and the last step
     for start in BITS_STARTS[1:]:

@@ -299,3 +299,43 @@ def test_a_line_of_the_former_loop_is_refused_as_on_one_worker(tmp_path: Path) -
     done = horovodrun(2, "gloo", command, variables=options(tmp_path / "run"))
     assert "step 1: code has changed the gradient of weight after step.backward()" in done.output
     assert "finished" not in done.output
+
+
+def test_own_loop_ends_at_one_step_whichever_rank_asks_for_it(tmp_path: Path) -> None:
+    """Fails if a request of one rank ends another step on another number of workers, or leaves the
+    others waiting; if a rank is not called with an evaluation, or twice; or if patience counts
+    otherwise after a cut and a resume on other numbers of workers.
+    """
+    script, cut_runs = str(CHECKOUT / "tests/parallel/scripts/ending_loop.py"), tmp_path / "cut"
+    results, called = {}, {}
+    for size, controller, cut in ((3, "gloo", "6"), (2, "mpi", "9"), (1, "none", "0")):
+        output = tmp_path / str(size)
+        output.mkdir()
+        if cut_runs.exists():
+            cut_runs.rename(output / "cut")
+        command = [PYTHON, script, str(output), cut]
+        done = run(command) if size == 1 else horovodrun(size, controller, command)
+        assert done.exit_code == 0, done.output
+        printed = re.findall(r"{\"rank\".*}", done.output)
+        assert len(printed) == 5 * size
+        for line in map(json.loads, printed):
+            each = called.setdefault(line["name"], {}).setdefault(size, line["called"])
+            assert each == line["called"]
+        for name in called.keys() - {"cut"}:
+            summary, _ = summary_and_weights(output / name)
+            reason = summary["end_reason"].replace(f"rank {size - 1}", "the last rank")
+            result = (summary["steps"], reason, summary["params_sha256"], called[name][size])
+            assert results.setdefault(name, result) == result, (name, size)
+        (output / "cut").rename(cut_runs)
+    ends = {name: result[:2] for name, result in results.items()}
+    assert ends["before the update"] == (7, "the last rank, before")
+    assert ends["after the update"] == (8, "the last rank, after")
+    assert ends["in the hook"] == (12, "the last rank, hook")
+    steps, reason = ends["patience"]
+    assert 9 < steps < 45 and "did not improve on" in reason and "in 3 evaluations" in reason
+    summary, _ = summary_and_weights(cut_runs)
+    resumed = summary["steps"], summary["end_reason"], summary["params_sha256"]
+    assert resumed == results["patience"][:3]
+    before = [[number for number, *_ in called["cut"][size]] for size in (3, 2, 1)]
+    assert before[:2] == [[4, 5, 6], [8, 9]]
+    assert [*before[0][:2], 8, *before[2]] == [number for number, *_ in called["patience"][1]]

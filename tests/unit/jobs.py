@@ -25,9 +25,11 @@ from hvdtrain.train.batchnorm import convert_to_sync
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.evaluate import Evaluation, evaluate
+from hvdtrain.train.interfaces import Hooks, StepHook
 from hvdtrain.train.job import Intervals, Job
-from hvdtrain.train.loop import Hooks, Outcome, State, StepHook, TrainingLoop, train
+from hvdtrain.train.loop import TrainingLoop, train
 from hvdtrain.train.metering import Meter, StepSums, Totals
+from hvdtrain.train.progress import Outcome, State
 from hvdtrain.train.schedules import make_schedule
 from hvdtrain.train.state import capture, restore
 from hvdtrain.train.step import train_step

@@ -22,8 +22,8 @@ from hvdtrain.lab.bench.rounds import in_turn
 from hvdtrain.lab.systems.horovod import NO_AUDITS, job_of
 from hvdtrain.lab.systems.work import Work, WorkSpec, trained
 from hvdtrain.run.script import ScriptTask
+from hvdtrain.train.interfaces import Audit
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Audit
 from hvdtrain.train.metering import Meter
 from hvdtrain.train.step import Step, compute
 

@@ -116,8 +116,8 @@ def by_hvdtrain(name: str, megabytes: float, folder: Path) -> tuple[float, float
     from hvdtrain.lab.bench.loops import Options, make_job
     from hvdtrain.run.process import keep_freed_memory
     from hvdtrain.train.checkpoint import Checkpoints, load_state
-    from hvdtrain.train.loop import State
     from hvdtrain.train.metering import Meter
+    from hvdtrain.train.progress import State
     from hvdtrain.train.state import capture, restore
 
     keep_freed_memory()  # as train does

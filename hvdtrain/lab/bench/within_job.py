@@ -52,8 +52,9 @@ from hvdtrain.run.process import keep_freed_memory
 from hvdtrain.tensors import CPU
 from hvdtrain.topology import Topology
 from hvdtrain.train.checkpoint import Checkpoints
-from hvdtrain.train.loop import Audit, State
+from hvdtrain.train.interfaces import Audit
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture
 
 PARTS = 100

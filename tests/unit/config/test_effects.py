@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.config.effects import IDLE, WITHOUT_MOMENTUM, WITHOUT_WEIGHT_DECAY
 from hvdtrain.config.options import as_flat_dict, build_config, dump_yaml, train_options
 from hvdtrain.errors import UsageError
-from hvdtrain.run.own_loop import _read_options
+from hvdtrain.run.script_input import read_options
 from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE_ALONE
 from tests.unit.config.test_options import parse, problems
 
@@ -22,6 +22,7 @@ REFUSED = [  # the option, what makes it idle, with what it has an effect, what 
     ("--audit-parts=3", "--audit-every=0", "--audit-every=5", "without --audit-every: leave it"),
     ("--model-ema-decay=0.9", "", "--model-ema", "without --model-ema: leave it out, or add"),
     ("--lr-base-batch-size=64", "", "--scale-lr=sqrt", "without --scale-lr: leave it out, or add"),
+    ("--min-delta=0.1", "", "--patience=2", "without --patience: leave it out, or add --patience"),
     ("--min-lr=0.01", "", "--sched=step", "beside --sched=constant: leave it out"),
     ("--momentum=0.8", "--opt=AdamW", "--opt=rmsprop", "beside --opt=AdamW: leave it out"),
     ("--weight-decay=0.1", "--opt=rprop", "--opt=adam", "beside --opt=rprop: leave it out"),
@@ -117,14 +118,14 @@ def test_a_loop_refuses_them_in_its_own_words() -> None:
 
     options = {"virtual_workers": 3, "bucket_bytes": 4096, "audit_parts": 2}
     with pytest.raises(UsageError) as caught, in_words_of_script():
-        _read_options(options)
+        read_options(options)
     assert str(caught.value).splitlines() == [
         "bucket_bytes='4096': has no effect beside virtual_workers=3: leave it out",
         "audit_parts=2: has no effect without audit_every: leave it out, or add audit_every",
     ]
-    _read_options({"virtual_workers": 3, "bucket_bytes": "auto"})
+    read_options({"virtual_workers": 3, "bucket_bytes": "auto"})
     with pytest.raises(UsageError, match=r"bucket_bytes=None: .* leave it out, or give 'auto'"):
-        _read_options({"bucket_bytes": None})
+        read_options({"bucket_bytes": None})
 
 
 def test_the_optimizers_of_torch_are_those_of_the_table() -> None:

@@ -19,7 +19,7 @@ from hvdtrain.errors import UsageError
 
 OPTIONS = train_options()
 ZERO_IS_FINE = {
-    *("min_lr", "opt_eps", "label_smoothing", "mixup", "cutmix"),
+    *("min_lr", "min_delta", "opt_eps", "label_smoothing", "mixup", "cutmix"),
     *("lr", "momentum", "weight_decay", "model_ema_decay", "warmup_epochs", "seed"),
     *("hflip", "crop_padding", "workers"),
     *("audit_every", "hash_every", "trace_every", "audit_compute"),
@@ -34,6 +34,7 @@ BESIDE = {
     "lr_base_batch_size": "--scale-lr=linear",
     "model_ema_decay": "--model-ema",
     "min_lr": "--sched=cosine",
+    "min_delta": "--patience=1",
     "audit": "--audit-every=1",
     "audit_parts": "--audit-every=1",
 }

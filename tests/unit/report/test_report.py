@@ -85,6 +85,7 @@ def test_the_figures_of_a_run_stand_in_the_table(tmp_path: Path) -> None:
         "global batch size": "8",
         "epochs": "2",
         "steps": "20",
+        "ended early": "–",
         "samples seen": "160",
         "train loss": "0.1",
         "valid loss": "0.2",

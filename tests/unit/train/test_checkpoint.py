@@ -27,8 +27,8 @@ from hvdtrain.tensors import params_sha256
 from hvdtrain.topology import Topology
 from hvdtrain.train import checkpoint
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_checkpoint, name_of
-from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture
 from tests.unit.jobs import equal, made_up_data, make_job
 

@@ -17,8 +17,8 @@ from hvdtrain.audit import Audits
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture, find_not_finite, load_optimizers
 from hvdtrain.train.update import Update, not_finite
 from tests.unit.jobs import made_up_data, make_job, one_step, plain, run_job, with_batch_norm

@@ -20,8 +20,9 @@ from hvdtrain.exchange import SingleProcess
 from hvdtrain.run.hooks import StepProfiler
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import Hooks, State, TrainingLoop
+from hvdtrain.train.loop import Hooks, TrainingLoop
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture, restore
 from hvdtrain.train.step import compute
 from hvdtrain.train.worker_state import check_model

@@ -14,8 +14,8 @@ from hvdtrain.lab.bench import saving
 from hvdtrain.pulse import Pulse
 from hvdtrain.run import hooks, training
 from hvdtrain.train.job import Job
-from hvdtrain.train.loop import State
 from hvdtrain.train.metering import Meter
+from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture
 from hvdtrain.train.update import Update
 from tests.unit.jobs import CPU, equal, made_up_data, make_job
