@@ -28,7 +28,7 @@ from hvdtrain.config.keywords import OPTIONS, LoopOptions, lists_options
 from hvdtrain.config.options import LOOP_OPTIONS, build_config, from_python, nearest, train_options
 from hvdtrain.data import Split, Splits
 from hvdtrain.data.adapters import batch_size_of, split_of
-from hvdtrain.data.loader_order import has_batch_size, order_problem
+from hvdtrain.data.loader_order import has_batch_size
 from hvdtrain.data.splits import check_split
 from hvdtrain.errors import UsageError, refuse
 from hvdtrain.exchange import Exchange, SingleProcess
@@ -45,10 +45,10 @@ from hvdtrain.run.script import (
     in_words_of_script,
     is_directed,
     next_loop,
-    optimizer_problems,
+    script_problems,
 )
 from hvdtrain.run.training import Session, TrainingRun, join_session, of_this_job, training_run
-from hvdtrain.tasks import valid_metrics_of
+from hvdtrain.tasks import Finalize
 from hvdtrain.topology import Topology
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Stateful
@@ -74,11 +74,13 @@ class Loop:
     batch, its size are taken. `evaluate`: returns the Sums of a batch of `valid`, as
     `Task.evaluate` does; it is called at the end of every `eval_interval`-th epoch. `metrics`:
     names of the sums that `step.backward` is given; `valid_metrics`: of those that `evaluate`
-    returns (default: `metrics`). `best`: the one by which the best checkpoint is chosen. `state`:
-    objects to save and restore too, such as learning rate schedulers. `save_frozen`: False:
-    checkpoints leave out parameters that are frozen (`requires_grad_(False)`), such as those that
-    an adapter is for. The script makes them again at each start; a resume with other ones is
-    refused. `gathers`: the loop calls `all_gather` for each batch.
+    returns (default: `metrics`). `finalize`: computes metrics that are no sums, such as AUC, of
+    outputs of all samples of `valid`, as `Task.finalize` does; name them in `valid_metrics` too.
+    `best`: the metric by which the best checkpoint is chosen. `state`: objects to save and restore
+    too, such as learning rate schedulers. `save_frozen`: False: checkpoints leave out parameters
+    that are frozen (`requires_grad_(False)`), such as those that an adapter is for. The script
+    makes them again at each start; a resume with other ones is refused. `gathers`: the loop calls
+    `all_gather` for each batch.
 
     `options`: those of `hvdtrain train` by name, with its defaults (`experiment`: the name of the
     script). Not those of the model, the data, the optimizer and the learning rate, which are the
@@ -103,6 +105,7 @@ class Loop:
         valid: Samples | None = None,
         evaluate: Evaluate | None = None,
         *,
+        finalize: Finalize | None = None,
         metrics: Sequence[str] = (),
         valid_metrics: Sequence[str] | None = None,
         best: str = "loss",
@@ -123,11 +126,11 @@ class Loop:
             model=as_one(model),
             optimizers=tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,),
             further_state=tuple(state),
-            task=ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest),
+            task=ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest, finalize),
             save_frozen=save_frozen,
             gathers=gathers,
         )
-        problems = _problems(self._script, train, valid, (valid is None) != (evaluate is None))
+        problems = script_problems(self._script, train, valid, evaluate)
         refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
         data = _read_samples(self._script.path.name, train, valid, self._config.run.seed)
         self._script = replace(self._script, data=data)
@@ -266,23 +269,6 @@ class Loop:
         if self._session is None:
             raise UsageError("hvdtrain.Loop: use it as `with hvdtrain.Loop(...) as loop:`")
         return self._session
-
-
-def _problems(script: Script, train: Samples, valid: Any, has_half: bool) -> Iterator[str]:
-    """Yield what is wrong with a script. `has_half`: only one of samples to validate with and a
-    function for them.
-    """
-    if has_half:
-        yield "give `valid` and `evaluate` together, or none of them"
-    yield from optimizer_problems(script.model, script.optimizers, script.further_state)
-    for part, source in (("train", train), ("valid", valid)):
-        if isinstance(source, DataLoader) and (text := order_problem(source, part)):
-            yield text
-    if not script.save_frozen and all(p.requires_grad for p in script.model.parameters()):
-        yield "save_frozen=False: no parameter is frozen"
-    names = ("loss", *valid_metrics_of(script.task))
-    if script.task.best not in names:
-        yield f"best={script.task.best!r}: choose from {', '.join(names)}"
 
 
 def _read_samples(name: str, train: Samples, valid: Samples | None, seed: int) -> Splits:

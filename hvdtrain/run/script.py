@@ -10,19 +10,21 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from hvdtrain.config.keywords import OPTIONS
 from hvdtrain.config.options import Option, train_options
+from hvdtrain.data.loader_order import order_problem
 from hvdtrain.data.splits import Splits, TensorSplit
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.log import counted
-from hvdtrain.tasks import Settings, Sums, Task
+from hvdtrain.tasks import Finalize, Metric, Settings, Sums, Task, finalizes, valid_metrics_of
 from hvdtrain.train.job import Stateful
 from hvdtrain.train.optimizers import UNSUITABLE
 from hvdtrain.train.step import Step
@@ -38,7 +40,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])(?:=([^\s:;,]+)| (\w+(?
 
 
 class ScriptTask(Task):
-    """The task of a script: it computes losses itself, and may give a function to evaluate."""
+    """The task of a script: it computes losses itself, and may give functions to evaluate."""
 
     counts_samples = False
     computes_loss = False
@@ -50,12 +52,15 @@ class ScriptTask(Task):
         valid_metrics: Sequence[str] | None,
         best: str,
         best_is_highest: bool,
+        finalize: Finalize | None = None,
     ) -> None:
         super().__init__(Settings("", "", Path(), 0, torch.float32))
         self.metrics = tuple(metrics)
         self.valid_metrics = None if valid_metrics is None else tuple(valid_metrics)
         self.best, self.best_is_highest = best, best_is_highest
         self._evaluate = evaluate
+        if finalize is not None:
+            self.finalize = finalize  # type: ignore[method-assign, assignment]
 
     def evaluate(self, model: torch.nn.Module, batch: Any) -> Sums:
         assert self._evaluate is not None  # only called with samples to validate with
@@ -85,6 +90,31 @@ def as_one(model: torch.nn.Module | Mapping[str, torch.nn.Module]) -> torch.nn.M
     if not isinstance(original, torch.nn.Module):
         raise UsageError(f"hvdtrain.Loop: a model is a {type(model).__name__}, not a torch module")
     return original
+
+
+def script_problems(
+    script: Script, train: Any, valid: Any, evaluate: Evaluate | None
+) -> Iterator[str]:
+    """Yield what is wrong with a script, the samples to train on and those to validate with."""
+    if (valid is None) != (evaluate is None):
+        yield "give `valid` and `evaluate` together, or none of them"
+    yield from optimizer_problems(script.model, script.optimizers, script.further_state)
+    for part, source in (("train", train), ("valid", valid)):
+        if isinstance(source, DataLoader) and (text := order_problem(source, part)):
+            yield text
+    if not script.save_frozen and all(p.requires_grad for p in script.model.parameters()):
+        yield "save_frozen=False: no parameter is frozen"
+    names, finalize = valid_metrics_of(script.task), cast(Any, script.task.finalize)
+    if script.task.best not in ("loss", *names):
+        yield f"best={script.task.best!r}: choose from {', '.join(('loss', *names))}"
+    if not finalizes(script.task):
+        return
+    if not callable(finalize) and not isinstance(finalize, Metric):
+        yield f"finalize is a {type(finalize).__name__}, neither a function nor a metric object"
+    if evaluate is None:
+        yield "finalize needs the outputs of samples that `evaluate` returns: give `evaluate` too"
+    elif not names:
+        yield "finalize: name its figures, such as valid_metrics=['auc']"
 
 
 def optimizer_problems(

@@ -17,6 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.tasks import Sums, Task, check_sums, valid_metrics_of
 from hvdtrain.tasks.means import Recorder
+from hvdtrain.train.outputs import SampleOutputs
 from hvdtrain.train.tables import Table, TableSums, plain_table
 
 # Columns of the sums: stop requests, samples, what the loss is a mean over; loss and metrics.
@@ -31,7 +32,7 @@ class Evaluation:
 
     samples: int
     loss: float
-    metrics: dict[str, float]  # means
+    metrics: dict[str, float]  # means, and figures of `Task.finalize`
     tables: dict[str, Table]  # sums, such as the counts of confusions
 
     def plain(self) -> dict[str, Any]:
@@ -80,9 +81,9 @@ def evaluate(
     """
     names = valid_metrics_of(task)
     rows = torch.zeros((shares.rows, LOSS + 1 + len(names)), dtype=torch.float64)
-    tables = TableSums(task.tables, shares.rows)
+    tables, outputs = TableSums(task.tables, shares.rows), SampleOutputs(task)
     with torch.no_grad(), in_evaluation_mode(model):
-        for row, loaded in _read(split, shares, exchange.rank, seed):
+        for row, first, loaded in _read(split, shares, exchange.rank, seed):
             if stop_requested():
                 rows[row, STOP] = 1
                 break
@@ -92,16 +93,23 @@ def evaluate(
             rows[row, SAMPLES:] += _figures_of(sums, names, loaded.samples)
             for name in task.tables:
                 tables.add(row, name, sums.metrics[name])
+            outputs.add(first, loaded.samples, sums)
     waits()
     totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)
     if totals[STOP]:
         raise Interrupted
-    return _evaluation_of(totals, names, tables.over_ranks(exchange))
+    evaluation = _evaluation_of(totals, names, tables.over_ranks(exchange))
+    if math.isfinite(evaluation.loss):  # otherwise most metrics raise errors of their own
+        evaluation.metrics.update(outputs.figures(exchange))
+    return evaluation
 
 
 def _figures_of(sums: Sums, names: Sequence[str], samples: int) -> torch.Tensor:
-    """Return the sums of a batch in the order of the columns, from SAMPLES on."""
-    values = [sums.loss, *(sums.metrics[name] for name in names)]
+    """Return the sums of a batch in the order of the columns, from SAMPLES on; NaN for a metric
+    that is no sum.
+    """
+    nothing = torch.tensor(math.nan)
+    values = [sums.loss, *(sums.metrics.get(name, nothing) for name in names)]
     figures = [samples, sums.samples, *(value.double().item() for value in values)]
     return torch.tensor(figures, dtype=torch.float64)
 
@@ -154,15 +162,19 @@ def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
                 module.train(mode)  # which may do more, such as to unmerge an adapter
 
 
-def _read(split: Split, shares: SharesLike, rank: int, seed: Seed) -> Iterator[tuple[int, Loaded]]:
-    """Yield the batches of a rank, after the row of their share; they are read ahead."""
+def _read(
+    split: Split, shares: SharesLike, rank: int, seed: Seed
+) -> Iterator[tuple[int, int, Loaded]]:
+    """Yield the batches of a rank, after the row of their share and the number of their first
+    sample; they are read ahead.
+    """
     ahead, now = itertools.tee(_parts(split, shares, rank))
     batches = stream(split, (indices for _, _, indices in ahead), epoch=0)
-    for share, number, _ in now:
+    for share, number, indices in now:
         seed(share, number, True)
         loaded = next(batches)
         seed(share, number, False)
-        yield shares.row(share), loaded
+        yield shares.row(share), int(indices[0]), loaded
 
 
 def _parts(split: Split, shares: SharesLike, rank: int) -> Iterator[tuple[int, int, Indices]]:
