@@ -159,8 +159,8 @@ def _wrong_in(figures: Any, names: Sequence[str]) -> Iterator[str]:
         return
     if set(figures) != set(names):
         yield (
-            f"returned the figures {sorted(map(str, figures))}, expected {sorted(names)}: the names "
-            "in valid_metrics of which evaluate returns no sums"
+            f"returned the figures {sorted(map(str, figures))}, expected {sorted(names)}: the "
+            "names in valid_metrics of which evaluate returns no sums"
         )
         return
     for name, value in figures.items():
