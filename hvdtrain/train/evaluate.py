@@ -73,11 +73,11 @@ def evaluate(
 ) -> Evaluation:
     """Collective: return the means of loss and metrics, and the tables, over all of `split`.
 
-    Every rank takes its share (empty if there are fewer samples than ranks). Sums, never means, are
-    added over ranks, in float64, where counts are exact up to 2^53. `seed` is called before a batch
-    is read, and before it is used; `waits` before waiting for other ranks. Raises UsageError if it
-    `looks` at how the loss of the first batch is made, and finds a mean, and Interrupted on all
-    ranks if `stop_requested()` is true on any.
+    Every rank takes its share, which may be empty. Sums, never means, are added over ranks, in
+    float64, where counts are exact up to 2^53. `seed` is called before a batch is read, and before
+    it is used; `waits` before waiting for other ranks. Raises UsageError if it `looks` at how the
+    loss of the first batch is made, and finds a mean, and Interrupted on all ranks if
+    `stop_requested()` is true on any.
     """
     names = valid_metrics_of(task)
     rows = torch.zeros((shares.rows, LOSS + 1 + len(names)), dtype=torch.float64)
@@ -87,8 +87,8 @@ def evaluate(
             if stop_requested():
                 rows[row, STOP] = 1
                 break
-            if loaded.samples == 0:
-                continue  # none of the batch could be read
+            if loaded.samples == 0:  # none of the batch could be read
+                continue
             sums, looks = _sums_of(model, task, loaded, device, looks), False
             rows[row, SAMPLES:] += _figures_of(sums, names, loaded.samples)
             for name in task.tables:
@@ -98,10 +98,7 @@ def evaluate(
     totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)
     if totals[STOP]:
         raise Interrupted
-    evaluation = _evaluation_of(totals, names, tables.over_ranks(exchange))
-    if math.isfinite(evaluation.loss):  # otherwise most metrics raise errors of their own
-        evaluation.metrics.update(outputs.figures(exchange))
-    return evaluation
+    return _evaluation_of(totals, names, tables, outputs, exchange)
 
 
 def _figures_of(sums: Sums, names: Sequence[str], samples: int) -> torch.Tensor:
@@ -115,12 +112,21 @@ def _figures_of(sums: Sums, names: Sequence[str], samples: int) -> torch.Tensor:
 
 
 def _evaluation_of(
-    totals: torch.Tensor, names: Sequence[str], tables: dict[str, Table]
+    totals: torch.Tensor,
+    names: Sequence[str],
+    tables: TableSums,
+    outputs: SampleOutputs,
+    exchange: Exchange,
 ) -> Evaluation:
-    """Return the means of the sums over all ranks; NaN without samples."""
+    """Collective: return the means of the sums over all ranks (NaN without samples), the tables,
+    and the figures of outputs, if the loss is finite: otherwise most metrics raise errors.
+    """
     samples, count, *sums = totals[SAMPLES:].tolist()
-    loss, *metrics = [total / count if count else math.nan for total in sums]
-    return Evaluation(int(samples), loss, dict(zip(names, metrics, strict=True)), tables)
+    loss, *means = [total / count if count else math.nan for total in sums]
+    summed = tables.over_ranks(exchange)
+    figures = outputs.figures(exchange) if math.isfinite(loss) else {}
+    metrics = dict(zip(names, means, strict=True)) | figures
+    return Evaluation(int(samples), loss, metrics, summed)
 
 
 def _sums_of(
