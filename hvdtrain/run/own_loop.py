@@ -41,6 +41,7 @@ from hvdtrain.run.script import (
 )
 from hvdtrain.run.script_input import Samples, problems_of, read_options, read_samples
 from hvdtrain.run.training import Session, TrainingRun, join_session, of_this_job, training_run
+from hvdtrain.tasks import Finalize
 from hvdtrain.topology import Topology
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Stateful
@@ -64,7 +65,9 @@ class Loop:
     batch, its size are taken. `evaluate`: returns the Sums of a batch of `valid`, as
     `Task.evaluate` does; it is called at the end of every `eval_interval`-th epoch. `metrics`:
     names of the sums that `step.backward` is given; `valid_metrics`: of those that `evaluate`
-    returns (default: `metrics`). `best`: the one by which the best checkpoint is chosen. `state`:
+    returns (default: `metrics`). `finalize`: computes metrics that are no sums, such as AUC, of
+    outputs of all samples of `valid`, as `Task.finalize` does; name them in `valid_metrics` too.
+    `best`: the metric by which the best checkpoint is chosen. `state`:
     objects to save and restore too, such as learning rate schedulers. `save_frozen`: False:
     checkpoints leave out parameters that are frozen (`requires_grad_(False)`), such as those that
     an adapter is for. The script makes them again at each start; a resume with other ones is
@@ -95,6 +98,7 @@ class Loop:
         valid: Samples | None = None,
         evaluate: Evaluate | None = None,
         *,
+        finalize: Finalize | None = None,
         metrics: Sequence[str] = (),
         valid_metrics: Sequence[str] | None = None,
         best: str = "loss",
@@ -116,7 +120,7 @@ class Loop:
             model=as_one(model),
             optimizers=tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,),
             further_state=tuple(state),
-            task=ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest),
+            task=ScriptTask(evaluate, metrics, valid_metrics, best, best_is_highest, finalize),
             save_frozen=save_frozen,
             gathers=gathers,
             on_evaluation=on_evaluation,

@@ -22,7 +22,7 @@ from hvdtrain.data.splits import Splits, TensorSplit
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.log import counted
-from hvdtrain.tasks import Settings, Sums, Task
+from hvdtrain.tasks import Finalize, Settings, Sums, Task
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Stateful
 from hvdtrain.train.optimizers import UNSUITABLE
@@ -39,7 +39,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])(?:=([^\s:;,]+)| (\w+(?
 
 
 class ScriptTask(Task):
-    """The task of a script: it computes losses itself, and may give a function to evaluate."""
+    """The task of a script: it computes losses itself, and may give functions to evaluate."""
 
     counts_samples = False
     computes_loss = False
@@ -51,12 +51,15 @@ class ScriptTask(Task):
         valid_metrics: Sequence[str] | None,
         best: str,
         best_is_highest: bool,
+        finalize: Finalize | None = None,
     ) -> None:
         super().__init__(Settings("", "", Path(), 0, torch.float32))
         self.metrics = tuple(metrics)
         self.valid_metrics = None if valid_metrics is None else tuple(valid_metrics)
         self.best, self.best_is_highest = best, best_is_highest
         self._evaluate = evaluate
+        if finalize is not None:
+            self.finalize = finalize  # type: ignore[method-assign, assignment]
 
     def evaluate(self, model: torch.nn.Module, batch: Any) -> Sums:
         assert self._evaluate is not None  # only called with samples to validate with

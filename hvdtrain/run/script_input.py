@@ -18,7 +18,7 @@ from hvdtrain.data.loader_order import order_problem
 from hvdtrain.data.splits import check_split
 from hvdtrain.errors import UsageError
 from hvdtrain.run.script import NOTHING, Script, optimizer_problems
-from hvdtrain.tasks import valid_metrics_of
+from hvdtrain.tasks import Metric, finalizes, valid_metrics_of
 
 Samples = Split | Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
@@ -43,6 +43,18 @@ def problems_of(script: Script, train: Samples, valid: Any, has_half: bool) -> I
     names = ("loss", *valid_metrics_of(script.task))
     if script.task.best not in names:
         yield f"best={script.task.best!r}: choose from {', '.join(names)}"
+    if finalizes(script.task):
+        yield from _finalize_problems(script, valid)
+
+
+def _finalize_problems(script: Script, valid: Any) -> Iterator[str]:
+    finalize: Any = script.task.finalize
+    if not callable(finalize) and not isinstance(finalize, Metric):
+        yield f"finalize is a {type(finalize).__name__}, neither a function nor a metric object"
+    if valid is None:
+        yield "finalize needs the outputs of samples that `evaluate` returns: give `evaluate` too"
+    elif not valid_metrics_of(script.task):
+        yield "finalize: name its figures, such as valid_metrics=['auc']"
 
 
 def read_samples(name: str, train: Samples, valid: Samples | None, seed: int) -> Splits:

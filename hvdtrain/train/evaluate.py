@@ -17,6 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.tasks import Sums, Task, check_sums, valid_metrics_of
 from hvdtrain.tasks.means import Recorder
+from hvdtrain.train.outputs import SampleOutputs
 from hvdtrain.train.tables import Table, TableSums, plain_table
 
 # Columns of the sums: stop requests, samples, what the loss is a mean over; loss and metrics.
@@ -31,7 +32,7 @@ class Evaluation:
 
     samples: int
     loss: float
-    metrics: dict[str, float]  # means
+    metrics: dict[str, float]  # means, and figures of `Task.finalize`
     tables: dict[str, Table]  # sums, such as the counts of confusions
     step: int = field(default=0, compare=False)  # of the training, after which it was made, from 1
     epoch: int = field(default=0, compare=False)  # of this step, from 0
@@ -76,47 +77,60 @@ def evaluate(
 ) -> Evaluation:
     """Collective: return the means of loss and metrics, and the tables, over all of `split`.
 
-    Every rank takes its share (empty if there are fewer samples than ranks). Sums, never means, are
-    added over ranks, in float64, where counts are exact up to 2^53. `seed` is called before a batch
-    is read, and before it is used; `waits` before waiting for other ranks. Raises UsageError if it
-    `looks` at how the loss of the first batch is made, and finds a mean, and Interrupted on all
-    ranks if `stop_requested()` is true on any.
+    Every rank takes its share, which may be empty. Sums, never means, are added over ranks, in
+    float64, where counts are exact up to 2^53. `seed` is called before a batch is read, and before
+    it is used; `waits` before waiting for other ranks. Raises UsageError if it `looks` at how the
+    loss of the first batch is made, and finds a mean, and Interrupted on all ranks if
+    `stop_requested()` is true on any.
     """
     names = valid_metrics_of(task)
     rows = torch.zeros((shares.rows, LOSS + 1 + len(names)), dtype=torch.float64)
-    tables = TableSums(task.tables, shares.rows)
+    tables, outputs = TableSums(task.tables, shares.rows), SampleOutputs(task)
     with torch.no_grad(), in_evaluation_mode(model):
-        for row, loaded in _read(split, shares, exchange.rank, seed):
+        for row, first, loaded in _read(split, shares, exchange.rank, seed):
             if stop_requested():
                 rows[row, STOP] = 1
                 break
-            if loaded.samples == 0:
-                continue  # none of the batch could be read
+            if loaded.samples == 0:  # none of the batch could be read
+                continue
             sums, looks = _sums_of(model, task, loaded, device, looks), False
             rows[row, SAMPLES:] += _figures_of(sums, names, loaded.samples)
             for name in task.tables:
                 tables.add(row, name, sums.metrics[name])
+            outputs.add(first, loaded.samples, sums)
     waits()
     totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)
     if totals[STOP]:
         raise Interrupted
-    return _evaluation_of(totals, names, tables.over_ranks(exchange))
+    return _evaluation_of(totals, names, tables, outputs, exchange)
 
 
 def _figures_of(sums: Sums, names: Sequence[str], samples: int) -> torch.Tensor:
-    """Return the sums of a batch in the order of the columns, from SAMPLES on."""
-    values = [sums.loss, *(sums.metrics[name] for name in names)]
+    """Return the sums of a batch in the order of the columns, from SAMPLES on; NaN for a metric
+    that is no sum.
+    """
+    nothing = torch.tensor(math.nan)
+    values = [sums.loss, *(sums.metrics.get(name, nothing) for name in names)]
     figures = [samples, sums.samples, *(value.double().item() for value in values)]
     return torch.tensor(figures, dtype=torch.float64)
 
 
 def _evaluation_of(
-    totals: torch.Tensor, names: Sequence[str], tables: dict[str, Table]
+    totals: torch.Tensor,
+    names: Sequence[str],
+    tables: TableSums,
+    outputs: SampleOutputs,
+    exchange: Exchange,
 ) -> Evaluation:
-    """Return the means of the sums over all ranks; NaN without samples."""
+    """Collective: return the means of the sums over all ranks (NaN without samples), the tables,
+    and the figures of outputs, if the loss is finite: otherwise most metrics raise errors.
+    """
     samples, count, *sums = totals[SAMPLES:].tolist()
-    loss, *metrics = [total / count if count else math.nan for total in sums]
-    return Evaluation(int(samples), loss, dict(zip(names, metrics, strict=True)), tables)
+    loss, *means = [total / count if count else math.nan for total in sums]
+    summed = tables.over_ranks(exchange)
+    figures = outputs.figures(exchange) if math.isfinite(loss) else {}
+    metrics = dict(zip(names, means, strict=True)) | figures
+    return Evaluation(int(samples), loss, metrics, summed)
 
 
 def _sums_of(
@@ -158,15 +172,19 @@ def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
                 module.train(mode)  # which may do more, such as to unmerge an adapter
 
 
-def _read(split: Split, shares: SharesLike, rank: int, seed: Seed) -> Iterator[tuple[int, Loaded]]:
-    """Yield the batches of a rank, after the row of their share; they are read ahead."""
+def _read(
+    split: Split, shares: SharesLike, rank: int, seed: Seed
+) -> Iterator[tuple[int, int, Loaded]]:
+    """Yield the batches of a rank, after the row of their share and the number of their first
+    sample; they are read ahead.
+    """
     ahead, now = itertools.tee(_parts(split, shares, rank))
     batches = stream(split, (indices for _, _, indices in ahead), epoch=0)
-    for share, number, _ in now:
+    for share, number, indices in now:
         seed(share, number, True)
         loaded = next(batches)
         seed(share, number, False)
-        yield shares.row(share), loaded
+        yield shares.row(share), int(indices[0]), loaded
 
 
 def _parts(split: Split, shares: SharesLike, rank: int) -> Iterator[tuple[int, int, Indices]]:

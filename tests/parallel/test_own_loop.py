@@ -80,13 +80,17 @@ def test_own_loop_learns_the_same_on_any_number_of_workers(
     tmp_path: Path,
 ) -> None:
     """Fails if tokens of uneven shares weigh differently, an empty share fails, gradients are not
-    audited, or the size of buckets that is asked for is not used.
+    audited, or the size of buckets that is asked for is not used; or if the outputs of validation
+    samples come together in another order, or not all of them, where rank 0 has none of them too.
     """
     done = train(script, tmp_path / "x", size, controller, **values)
     expected = summary_and_weights(alone(script))
     summary, weights = summary_and_weights(tmp_path / "x")
     assert largest_difference(weights, expected[1]) < TOLERANCE
     assert summary["train_loss"] == pytest.approx(expected[0]["train_loss"], rel=TOLERANCE)
+    if script == RAGGED:
+        assert summary["valid_in_order"] == 1 and 0 < summary["valid_auc"] < 1
+        assert summary["valid_auc"] == pytest.approx(expected[0]["valid_auc"], rel=TOLERANCE)
     assert summary["bucket_bytes"] == values.get("bucket_bytes", 1 << 20)
     assert summary["audit"]["checked"] == (3 if "audit_every" in values else 0)
     assert done.output.count("final loss") == size  # the script's own last line

@@ -37,9 +37,27 @@ class Reader(torch.nn.Module):
         return self.output(self.gru(self.embedding(letters))[0]).transpose(1, 2)
 
 
+def evaluate(model, batch):
+    """Return for each text its loss, its number of letters and whether it begins with 3 digits."""
+    x, y = batch
+    losses = cross_entropy(model(x), y, ignore_index=IGNORED, reduction="none").sum(1)
+    letters, is_long = (y != IGNORED).sum(1), y[:, 2] == LETTERS.index("+")
+    outputs = {"losses": losses, "letters": letters, "long": is_long}
+    return hvdtrain.Sums(losses.sum(), int(letters.sum()), {}, outputs)
+
+
+def finalize(outputs):
+    """Return the AUC of the losses, and whether texts are in the order of their numbers."""
+    long, losses = outputs["long"], outputs["losses"]
+    pairs = losses[long][:, None] > losses[~long]
+    in_order = outputs["letters"].tolist() == [len(text) - 1 for text in valid]
+    return {"auc": pairs.double().mean(), "in_order": in_order}
+
+
 torch.manual_seed(0)
 sums = [read(number) for number in range(260)]
 loader = torch.utils.data.DataLoader(sums, BATCH_SIZE, shuffle=True, collate_fn=collate)
+valid = [read(number) for number in range(260, 291)]
 model = Reader().double()
 weights = [p for p in model.parameters() if p.ndim > 1]
 others = [p for p in model.parameters() if p.ndim == 1]
@@ -48,7 +66,17 @@ optimizer = torch.optim.AdamW(groups)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, EPOCHS * len(loader))
 
 with hvdtrain.Loop(
-    model, optimizer, loader, state=[schedule], grad_accum_steps=2, epochs=EPOCHS, clip_grad=1.0
+    model,
+    optimizer,
+    loader,
+    torch.utils.data.DataLoader(valid, 4, collate_fn=collate),
+    evaluate,
+    finalize=finalize,
+    valid_metrics=["auc", "in_order"],
+    state=[schedule],
+    grad_accum_steps=2,
+    epochs=EPOCHS,
+    clip_grad=1.0,
 ) as loop:
     for step in loop:
         for x, y in step.batches():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import runpy
 from pathlib import Path
@@ -12,13 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
 import hvdtrain
 from examples.language_model import CONTEXT, BatchFirst, BatchSecond
 from examples.regression import Diabetes
 from hvdtrain import Settings, Task, exchange
+from hvdtrain.data import Shares
 from hvdtrain.data.image_folder import EXTENSIONS
 from hvdtrain.tasks import check_sums
+from hvdtrain.train.evaluate import evaluate
+from tests.unit.threads import connect, run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 README = EXAMPLES.parent / "README.md"
@@ -139,6 +144,62 @@ def test_the_task_of_the_guide_is_complete() -> None:
     batch = task.build_data().train.batch(np.array([3, 500]))
     sums = task.loss(task.build_model().double(), batch)
     assert check_sums(sums, task, 2, training=True).loss > 0
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_task_of_the_guide_with_an_auc(size: int) -> None:
+    """Fails if what a user copies from there is refused, or its AUC is not that of all samples."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "class Tumours" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    task, model = make(names["Tumours"]), make(names["Tumours"]).build_model().double()
+    valid = task.build_data().valid
+
+    def work(workers: Any) -> float:
+        metrics = evaluate(model, task, valid, Shares(size), workers, torch.device("cpu")).metrics
+        return metrics["auc"]
+
+    scores, labels = model(valid.inputs).detach(), valid.labels
+    expected = roc_auc_score(labels, scores)
+    assert run_ranks(connect(size), work) == pytest.approx([expected] * size, rel=TOLERANCE)
+
+
+def test_the_loop_of_the_page_with_auc_and_f1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Fails if what a user copies from there is refused, or a figure is not recorded."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", OWN_LOOP.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "finalize=finalize" in block)
+    torch.manual_seed(0)
+    model, labels = torch.nn.Linear(4, 3), torch.arange(30) % 3
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(30, 4), labels), 10
+    )
+    names = {
+        "hvdtrain": hvdtrain,
+        "cross_entropy": torch.nn.functional.cross_entropy,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "loader": loader,
+        "valid_loader": loader,
+    }
+    options = {"max_steps": 3, "device": "cpu", "experiment": "page"}
+    monkeypatch.setenv("HVDTRAIN_OPTIONS", json.dumps(options))
+    exec(code, names)
+    with names["loop"] as loop:
+        for step in loop:
+            for x, y in step.batches():
+                step.backward(mean=names["cross_entropy"](model(x), y), count=len(y))
+            step.update()
+    chances = model(loader.dataset.tensors[0]).softmax(1).detach()
+    auc = roc_auc_score(labels, chances, multi_class="ovr")
+    record = json.loads(Path("runs/page/metrics.jsonl").read_text().splitlines()[-1])
+    summary = json.loads(Path("runs/page/summary.json").read_text())
+    for figures in (record, summary):
+        assert figures["valid_auc"] == pytest.approx(auc) and 0 < figures["valid_f1"] <= 1
+    assert summary["best"]["valid_auc"] == record["valid_auc"]
 
 
 def test_the_recipe_with_a_dataloader() -> None:

@@ -91,6 +91,21 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {"best": "accuracy"},
         "best='accuracy': choose from loss",
     ),
+    "finalize alone": (
+        (MODEL, OPTIMIZER, SAMPLES),
+        {"finalize": dict, "valid_metrics": ["auc"]},
+        "finalize needs the outputs of samples that `evaluate` returns",
+    ),
+    "finalize without names": (
+        (MODEL, OPTIMIZER, SAMPLES, SAMPLES, evaluate),
+        {"finalize": dict},
+        "finalize: name its figures, such as valid_metrics=['auc']",
+    ),
+    "finalize of another type": (
+        (MODEL, OPTIMIZER, SAMPLES, SAMPLES, evaluate),
+        {"finalize": 3, "valid_metrics": ["auc"]},
+        "finalize is a int, neither a function nor a metric object",
+    ),
     "sampler of parts": ((MODEL, OPTIMIZER, PARTED), {}, "the DataLoader has a Parted, which"),
     "iterable": ((MODEL, OPTIMIZER, ITERABLE), {}, "hvdtrain.IterableSplit(dataset, length)"),
     "iterable in a loader": (
