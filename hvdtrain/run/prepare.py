@@ -261,10 +261,7 @@ def _make_optimizer(
 
 
 def _make_schedule(
-    config: TrainConfig,
-    task: Task,
-    optimizer: torch.optim.Optimizer,
-    sampler: GlobalBatchSampler,
+    config: TrainConfig, task: Task, optimizer: torch.optim.Optimizer, sampler: GlobalBatchSampler
 ) -> Schedule:
     """Return the learning rate of the groups that have the highest, by step. All others keep their
     ratio to it. Raises UsageError.

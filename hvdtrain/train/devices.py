@@ -1,7 +1,10 @@
-"""The device that a rank computes on: its choice, checks between ranks, and repetition of bits."""
+"""The device that a rank computes on: its choice, checks between ranks, repetition of bits, and
+copies from it.
+"""
 
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,3 +126,25 @@ def _visible_setting() -> str:
 
 def _properties(device: torch.device) -> Any:
     return torch.get_device_module(device).get_device_properties(device)
+
+
+def reader(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that copies values to the CPU. It waits for what the device has to do now,
+    not for more, such as the next step.
+    """
+    if device.type == "cpu":
+        return lambda values: values
+    module = torch.get_device_module(device)
+    ready = module.Event()
+    ready.record()
+
+    def read(values: torch.Tensor) -> torch.Tensor:
+        beside = module.Stream(values.device)
+        beside.wait_event(ready)
+        with module.stream(beside):
+            copied = torch.empty_like(values, device="cpu", pin_memory=True)
+            copied.copy_(values, non_blocking=True)
+        beside.synchronize()
+        return copied
+
+    return read

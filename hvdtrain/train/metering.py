@@ -23,6 +23,7 @@ from hvdtrain.pulse import Pulse
 from hvdtrain.tasks import Sums
 from hvdtrain.tensors import CPU
 from hvdtrain.train.clock import PHASES, OwnTimes, PhaseClock
+from hvdtrain.train.devices import reader
 
 WARM_UP_STEPS = 5  # excluded from the steady-state samples per second
 
@@ -31,28 +32,6 @@ COUNT, STOP, LEFT, BAD, END = range(5)
 PHASES_FROM = 5
 LOSS = PHASES_FROM + len(PHASES)
 NOT_FINITE, METRICS_FROM = LOSS + 1, LOSS + 2
-
-
-def reader(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that copies values to the CPU. It waits for what the device has to do now,
-    not for more, such as the next step.
-    """
-    if device.type == "cpu":
-        return lambda values: values
-    module = torch.get_device_module(device)
-    ready = module.Event()
-    ready.record()
-
-    def read(values: torch.Tensor) -> torch.Tensor:
-        beside = module.Stream(values.device)
-        beside.wait_event(ready)
-        with module.stream(beside):
-            copied = torch.empty_like(values, device="cpu", pin_memory=True)
-            copied.copy_(values, non_blocking=True)
-        beside.synchronize()
-        return copied
-
-    return read
 
 
 class StepSums:

@@ -53,7 +53,7 @@ EQUIVALENT = {
     "train/built.py: values[name].cpu()": (
         "a model of this rank takes the values, from whichever device"
     ),
-    "train/metering.py: beside.wait_event(ready)": (
+    "train/devices.py: beside.wait_event(ready)": (
         "the device for tests computes at once, in one stream"
     ),
     "train/checkpoint.py: torch.load(path / STATE_FILE, map_location='cpu', weights_only=True)": (

@@ -14,7 +14,7 @@ from tests.parallel.launching import CHECKOUT, run
 # A mutant, the check that must find it, and its message.
 FOUND = {
     "run/prepare.py: build_model(source.task, config).to(device)": ("plain", "on the same device"),
-    "train/metering.py: beside.synchronize()": ("plain", "AssertionError"),
+    "train/devices.py: beside.synchronize()": ("plain", "AssertionError"),
     "run/prepare.py: move_state(optimizer)": ("own_loop", "on the same device"),
 }
 
