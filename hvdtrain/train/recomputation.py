@@ -35,10 +35,10 @@ def use_grad_checkpointing(model: nn.Module, device: torch.device) -> str:
     model has batch norm, whose running statistics its second computation would change. Raises
     UsageError for a model without blocks, or whose method fails.
     """
-    kind, own = type(model).__name__, getattr(model, "set_grad_checkpointing", None)
-    if callable(own) and not has_batch_norm(model):
+    kind, method = type(model).__name__, getattr(model, "set_grad_checkpointing", None)
+    if callable(method) and not has_batch_norm(model):
         try:
-            own(True)
+            method(True)
         except Exception as error:  # timm's raise AssertionError where they cannot
             raise UsageError(
                 f"--grad-checkpointing: {kind}.set_grad_checkpointing(True) failed: "
