@@ -135,7 +135,7 @@ def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
         *("audit_every", "hash_every", "output", "experiment", "log_interval", "eval_interval"),
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
         *("eval_every", "log_to", "pretrained", "profile", "max_image_pixels", "single_worker"),
-        *("trace_every", "audit_compute", "bucket_bytes"),
+        *("trace_every", "audit_compute", "bucket_bytes", "grad_checkpointing"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 
