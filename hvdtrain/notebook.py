@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from hvdtrain.cli.flags import CONTROLLERS
 from hvdtrain.errors import (
     EXIT_FAILED,
     EXIT_OK,
@@ -48,7 +49,6 @@ from hvdtrain.pulse import COMMAND, Pulse
 from hvdtrain.run.process import observers_of_failure
 from hvdtrain.topology import Topology
 
-CONTROLLERS = ("auto", "gloo", "mpi")
 IN_WORKER = "HVDTRAIN_IN_FUNCTION"  # set in each worker
 CALL, LOG = "call.pickle", "output.log"
 MESSAGES = ("hvdtrain launch: ", "hvdtrain: error")  # the beginnings of those of the launcher

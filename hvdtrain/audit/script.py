@@ -23,7 +23,7 @@ import torch
 
 from hvdtrain.audit.auditor import Auditor, AuditRecord, audit_line
 from hvdtrain.audit.checks import BoundCheck
-from hvdtrain.errors import UsageError, refuse
+from hvdtrain.errors import UsageError, every_problem, refuse
 from hvdtrain.exchange import Reduction, SingleProcess, joined
 from hvdtrain.log import complain, counted, report_uncaught
 from hvdtrain.ring import Transport
@@ -96,12 +96,12 @@ class GradientAudit:
         error of hvdtrain that is not caught ends the script with one message and its exit code.
         """
         report_uncaught()
-        wrong = {
-            f"every={every}, parts={parts}: must be above 0": every < 1 or parts < 1,
-            f"compression={compression!r}: none or fp16": compression not in ("none", "fp16"),
-            f"op={op!r}: {' or '.join(ERROR_BOUNDS)}": op not in ERROR_BOUNDS,
-        }
-        refuse(f"GradientAudit: {problem}" for problem, applies in wrong.items() if applies)
+        problems = every_problem(
+            (every < 1 or parts < 1, f"every={every}, parts={parts}: must be above 0"),
+            (compression not in ("none", "fp16"), f"compression={compression!r}: none or fp16"),
+            (op not in ERROR_BOUNDS, f"op={op!r}: {' or '.join(ERROR_BOUNDS)}"),
+        )
+        refuse(f"GradientAudit: {problem}" for problem in problems)
         _refuse_sparse(model, optimizer)
         self._on_record, ring = on_record, transport or _ring_of_this_job()
         self._progress = AuditCounts(ring.rank, ring.size, every)

@@ -5,7 +5,7 @@ from typing import Any
 
 from hvdtrain.cli.flags import CONTROLLERS, FOLDER, Command, Flag, Section, train_flag, wrong_flags
 from hvdtrain.config.fields import Check, at_least, flag_of
-from hvdtrain.errors import refuse
+from hvdtrain.errors import every_problem, refuse
 from hvdtrain.files import json_problems
 from hvdtrain.topology import Topology
 
@@ -101,7 +101,7 @@ def _contradictions(arguments: dict[str, Any]) -> list[str]:
     replaced = [flag_of(name) for name in NOT_WITH_PROFILE if name in specified]
     link = {"latency_us", "bandwidth_gbit_s"} & specified
     inside = {"intra_latency_us", "intra_bandwidth_gbit_s"} & specified
-    checks = [
+    return every_problem(
         (
             "profile" in specified and replaced,
             f"{', '.join(replaced)}: not allowed with --profile, which replaces them",
@@ -119,8 +119,7 @@ def _contradictions(arguments: dict[str, Any]) -> list[str]:
             inside and arguments["workers_per_host"] == 1,
             "--intra-...: a host has one worker; give --workers-per-host too",
         ),
-    ]
-    return [problem for is_wrong, problem in checks if is_wrong]
+    )
 
 
 COMMAND = Command(

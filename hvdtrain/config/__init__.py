@@ -20,6 +20,7 @@ from hvdtrain.config.groups import (
     RunConfig,
     ScheduleConfig,
 )
+from hvdtrain.errors import every_problem
 
 __all__ = [
     "DEFAULT_EPOCHS",
@@ -88,7 +89,7 @@ class TrainConfig(FlagGroup):
                 "exchange integers, which are not compressed:",
             ),
         ]
-        return [f"{text} leave one of them out" for is_wrong, text in contradictions if is_wrong]
+        return [f"{text} leave one of them out" for text in every_problem(*contradictions)]
 
     @property
     def promises_bits(self) -> bool:

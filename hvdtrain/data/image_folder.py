@@ -256,7 +256,8 @@ class ImageSamples:
         return pixels, torch.empty(0, dtype=torch.int64)
 
     def finish(self, batch: Batch) -> Batch:
-        return normalised(batch[0], self.form, self.dtype), batch[1]
+        pixels, labels = batch
+        return normalised(pixels, self.form, self.dtype), labels
 
 
 def load_image_folder(name: str, seed: int, dtype: torch.dtype, options: ReadOptions) -> Dataset:

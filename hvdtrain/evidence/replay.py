@@ -27,7 +27,7 @@ from hvdtrain.config.options import (
 from hvdtrain.config.plugins import refuse_code_of
 from hvdtrain.data import Shares, VirtualShares
 from hvdtrain.data.splits import difference
-from hvdtrain.errors import EXIT_OK, ReplayMismatch, UsageError, refuse
+from hvdtrain.errors import EXIT_OK, ReplayMismatch, UsageError, every_problem, refuse
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.files import write_json
 from hvdtrain.log import counted, say
@@ -146,17 +146,22 @@ def config_of(
     config = build_config(explicit, recorded=stored | alone)
     placement, precision = config.data.data_placement, config.precision
     several = len(run.records[0].batches) > 1
-    problems = {
-        f"--data-placement={placement}: its samples are on several hosts, and one process cannot "
-        "read them": placement != "shared",
-        "--sync-bn: its layers normalise over ranks, and not in one process": (
-            several and precision.sync_bn
+    problems = every_problem(
+        (
+            placement != "shared",
+            f"--data-placement={placement}: its samples are on several hosts, and one process "
+            "cannot read them",
         ),
-        f"--compression={precision.compression}: its sums are not made in one process": (
-            several and precision.compression != "none"
+        (
+            several and precision.sync_bn,
+            "--sync-bn: its layers normalise over ranks, and not in one process",
         ),
-    }
-    refuse(f"{run.path}: {problem}" for problem, applies in problems.items() if applies)
+        (
+            several and precision.compression != "none",
+            f"--compression={precision.compression}: its sums are not made in one process",
+        ),
+    )
+    refuse(f"{run.path}: {problem}" for problem in problems)
     return config
 
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.errors import refuse
+from hvdtrain.errors import every_problem, refuse
 from hvdtrain.files import hold
 from hvdtrain.horovod_build.runner.any_shell import for_any_shell
 from hvdtrain.launcher.addresses import resolves_here
@@ -62,7 +62,7 @@ class SshOptions:
 
     def __post_init__(self) -> None:
         port, key = self.port, self.identity_file
-        checks = (
+        problems = every_problem(
             (
                 port is not None and not 1 <= port <= 65535,
                 f"--ssh-port={port}: must be from 1 to 65535",
@@ -72,7 +72,7 @@ class SshOptions:
                 f"--ssh-identity-file={key}: there is no such file",
             ),
         )
-        refuse(problem for is_wrong, problem in checks if is_wrong)
+        refuse(problems)
 
 
 class SshSetup:

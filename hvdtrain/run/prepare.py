@@ -301,11 +301,9 @@ def _refuse_small_batches(feed: Feed, settings: ScheduleConfig, sync_bn: bool) -
                     f"over all workers (--grad-accum-steps={accum_steps}). Choose another batch"
                 )
             if not sync_bn and smallest < 2:
-                kind, advice = (
-                    ("virtual worker", "Choose fewer of them")
-                    if isinstance(shares, VirtualShares)
-                    else ("worker", "Add --sync-bn")
-                )
+                virtual = isinstance(shares, VirtualShares)
+                kind = "virtual worker" if virtual else "worker"
+                advice = "Choose fewer of them" if virtual else "Add --sync-bn"
                 raise UsageError(
                     f"{text} of a batch of {counted(size, 'sample')} some {kind} gets {smallest} "
                     f"at a time ({sampler.samples} samples, {counted(len(shares.weights), kind)}, "

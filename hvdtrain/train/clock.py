@@ -12,6 +12,7 @@ from hvdtrain.pulse import BEFORE_EXCHANGE, Pulse
 from hvdtrain.tensors import CPU
 
 PHASES = ("data", "compute", "exchange", "update")
+OWN_COLUMNS = tuple(map(PHASES.index, BEFORE_EXCHANGE))
 
 
 class PhaseClock:
@@ -80,8 +81,7 @@ class OwnTimes:
 
     def add(self, count: float, phases_s: Sequence[float]) -> None:
         """Add a step: the count of this rank's samples, and its seconds of each of PHASES."""
-        by_name = dict(zip(PHASES, phases_s, strict=True))
-        new = [count, *(by_name[phase] for phase in BEFORE_EXCHANGE)]
+        new = [count, *(phases_s[column] for column in OWN_COLUMNS)]
         self._own = [a + b for a, b in zip(self._own, new, strict=True)]
 
     def start(self) -> None:
