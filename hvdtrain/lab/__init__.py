@@ -3,5 +3,5 @@
 bench, compare, plan  a folder for each command
 systems               ways to train on N devices, which `compare` runs
 hosts                 hosts made of Linux namespaces on this machine
-outcome               tables, JSON and plots of a measurement, printed and written
+findings              tables, JSON and plots of a measurement, printed and written
 """

@@ -126,7 +126,7 @@ def run(arguments: dict[str, Any]) -> int:
         )
     points = [point_of(case, rates) for case, rates in results.rates.items()]
     cpu = cpu_table(results, lambda case: (case.work.global_batch_size, case.work.workers))
-    return publish(results.outcome([table(plan, points), cpu], plan, points), arguments)
+    return publish(results.findings([table(plan, points), cpu], plan, points), arguments)
 
 
 def start(case: NetworkCase, name: str, folder: Path, *, time_limit_s: float) -> PausableJob:

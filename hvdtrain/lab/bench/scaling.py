@@ -96,7 +96,7 @@ def run(arguments: dict[str, Any]) -> int:
     points = points_of(plan, results.rates)
     cpu = cpu_table(results, lambda case: (case.global_batch_size, case.workers))
     plots = draw_plots(plan, results.rates, points)
-    return publish(results.outcome([table(plan, points), cpu], plan, points, plots), arguments)
+    return publish(results.findings([table(plan, points), cpu], plan, points, plots), arguments)
 
 
 def examine(models: Iterable[str], cases: Sequence[ScalingCase]) -> None:

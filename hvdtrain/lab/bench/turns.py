@@ -204,7 +204,7 @@ class Results(Generic[CaseKind]):
     problems: list[str] = field(default_factory=list)
     stopped: Stopped | None = None
 
-    def outcome(
+    def findings(
         self, tables: Sequence[str], plan: Any, points: Sequence[Any], plots: Sequence[Plot] = ()
     ) -> Findings:
         """Return what to publish; `plan`, `points`: dataclasses, all written to the JSON.

@@ -165,6 +165,7 @@ class Chart(NamedTuple):
     x_label: str
     caption: str
     colours: Mapping[str, str] = {}  # of the legend
+    applies: Callable[[Row], bool] = lambda row: True  # to a system
 
 
 CHARTS = (
@@ -208,6 +209,7 @@ CHARTS = (
         caption="Difference of the final parameters to those of single; dashed: the tolerance for "
         f"synchronous systems in float64, {TOLERANCE:g}.",
         colours={"judged": GREEN, "reported only": GREY},
+        applies=lambda row: row.difference is not None,
     ),
     Chart(
         _memory,
@@ -222,10 +224,8 @@ CHARTS = (
 
 
 def _plot(chart: Chart, done: Sequence[Row]) -> Plot:
-    """Return a plot over these systems; that of differences leaves out those without one."""
-    rows = done
-    if chart.draw is _differences:
-        rows = [row for row in done if row.difference is not None]
+    """Return a plot over those of these systems to which it applies."""
+    rows = [row for row in done if chart.applies(row)]
     figure = charts.new_figure(charts.WIDTH, MARGIN + ROW_HEIGHT * max(len(rows), 2))
     axes = figure.add_subplot()
     names = [charts.shorten(row.system) for row in rows]

@@ -249,7 +249,7 @@ def test_a_signal_keeps_what_is_measured(tmp_path: Path) -> None:
     assert f"stopped by SIGINT: {len(one.cases()) - 2} of" in results.problems[0]
     assert len(points_of(one, results.rates)) < len(points_of(one, measured(one, tmp_path / "all")))
     with pytest.raises(Stopped):
-        publish(results.outcome([], one, []), {"json": None})
+        publish(results.findings([], one, []), {"json": None})
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_failure_ends_neither_the_others_nor_unnoticed(
     points = points_of(one, rates)
     assert (points[0].over_ddp, points[0].samples_per_s[DDP]) == (None, None)
     assert points[0].over_limit is not None
-    content = json_ready(results.outcome([], one, points).content)
+    content = json_ready(results.findings([], one, points).content)
     assert content["runs"][0]["samples_per_s"][DDP] == [None] * 3
     assert content["points"][0]["over_limit"]["median"] == 0.9
     assert reason in content["problems"][0]
