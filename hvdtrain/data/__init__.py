@@ -13,6 +13,7 @@ drawing         random numbers that belong to a sample or a batch
 sketch          a few samples, to compare the data of ranks and starts
 permutation     orders of samples that are computed, not stored
 sampler         the order of samples, and the share of each rank
+loader_order    the order that a DataLoader's own sampler gives
 feeding         batches of one rank, step by step; a host's own part of the samples
 reading         samples that are read one by one, ahead of their step by processes
 reader_process  these processes

@@ -1,1 +1,1 @@
-"""A training run on this rank: preparation, resume, records and files, console output, stop."""
+"""A training run on this rank: preparation, resume, a script's own loop, stop."""
