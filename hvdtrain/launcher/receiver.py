@@ -208,9 +208,17 @@ class Copy:
         os.utime(self.beside / name, ns=(changed_ns, changed_ns))
 
     def complete(self) -> None:
-        """Add links, unchanged files, those that jobs have made, modes and the mark."""
+        """Add links, unchanged files, those that jobs have made and their folders, modes, the mark.
+
+        Raises StageError if a job has made a file in a folder that is a file or a link now.
+        """
         staged = self._mark["files"]
-        both = {name: old for name, old in self._old.items() if name not in staged} | self.files
+        made = {name for name in self._old if name not in staged and name not in self.files}
+        kept = made | {str(folder) for name in made for folder in Path(name).parents}
+        both = {name: old for name, old in self._old.items() if name in kept} | self.files
+        for name in kept - self.files.keys() - {"."}:
+            if (above := str(Path(name).parent)) != "." and both[above][0] != "d":
+                raise StageError(f"{self.path / name} is of a job, and {above} no folder any more")
         for name, entry in both.items():
             target = self.beside / name
             match entry:

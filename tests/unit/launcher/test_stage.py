@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -74,6 +75,27 @@ def test_a_copy_is_exact_and_the_next_one_brings_only_changes(source: Path, tmp_
     assert stage(source, target) == {"script"}
     assert set(listing(target)) == {*listing(source), "made there"}
     assert (target / "script").read_text() == "other"
+
+
+def test_files_of_jobs_stay_in_a_folder_that_is_gone(source: Path, tmp_path: Path) -> None:
+    """Fails if a folder is gone here and has files of a job there, and then no copy can be made, or
+    the files are lost.
+    """
+    target = tmp_path / "target"
+    (source / "package" / "inner").mkdir(parents=True)
+    (source / "package" / "inner" / "module.py").write_text("")
+    stage(source, target)
+    (target / "package" / "inner" / "module.pyc").write_text("derived")
+    shutil.rmtree(source / "package")
+    (source / "package").write_text("a file now")
+    with pytest.raises(StageError, match=r"inner is of a job, and package no folder any more"):
+        stage(source, target)
+    (source / "package").unlink()
+    stage(source, target)
+    assert set(listing(target)) - set(listing(source)) == {
+        *("package", "package/inner", "package/inner/module.pyc"),
+    }
+    assert (target / "package" / "inner" / "module.pyc").read_text() == "derived"
 
 
 @pytest.mark.parametrize("fault", ["no commit", "changed", "cut off", "unreadable"])
