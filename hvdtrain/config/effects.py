@@ -74,17 +74,19 @@ def without_idle(values: Values, defaults: Values) -> dict[str, Any]:
     return {**values, **idle}
 
 
-def idle_problems(chosen: Values, values: Values, defaults: Values) -> list[str]:
+def idle_problems(chosen: Values, values: Values, defaults: Values, flags: Values) -> list[str]:
     """Return a message for each option that is chosen and has no effect.
 
-    `chosen`: the options that the user gives; `values`: of all options, as they result. Not refused
-    are a default, since a configuration that a run has written gives all options, and a value that
-    switches off what does not happen anyway.
+    `chosen`: the options that the user gives, in a file or as `flags`; `values`: of all options, as
+    they result. Not refused are a default, since a configuration that a run has written gives all
+    options, a value that switches off what does not happen anyway, and one of a file that a flag
+    makes useless, as `--opt adam` does the momentum of a file for SGD.
     """
     names = [name for name, value in chosen.items() if value not in (*OFF, defaults[name])]
     return [
         f"{_as_flag(name, chosen[name])}: has no effect {_beside(other, values[other])}"
         for name, other in idle_options(values, names)
+        if name in flags or other not in flags
     ]
 
 

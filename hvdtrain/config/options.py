@@ -256,7 +256,7 @@ def build_config(
     for group, group_type in typing.get_type_hints(TrainConfig).items():
         fields = {name: value for name, value in values.items() if options[name].group == group}
         groups[group] = attempt(all_problems, partial(group_type, **fields))
-    all_problems += idle_problems(chosen, defaults | values, defaults)
+    all_problems += idle_problems(chosen, defaults | values, defaults, flags)
     refuse(all_problems)
     return TrainConfig(**groups)
 

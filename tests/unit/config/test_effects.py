@@ -50,13 +50,20 @@ def flags(*texts: str) -> list[str]:
 def test_an_option_without_effect_is_refused(
     option: str, beside: str, useful: str, expected: str, tmp_path: Path
 ) -> None:
-    """Fails when it is taken as a flag or from a file, or refused where it has an effect."""
+    """Fails when it is taken as a flag or from a file, or refused where it has an effect, or where
+    a flag replaces what a file has with it.
+    """
     message = f"{option}: has no effect {expected}"
     assert problems(*flags(option, beside)).startswith(message)
     name, _, value = option.lstrip("-").partition("=")
     file = tmp_path / "options.yaml"
     file.write_text(f"{name}: {value or 'true'}\n", "utf-8")
-    assert problems("--config", str(file), *flags(beside)).startswith(message)
+    if beside:
+        parse("--config", str(file), beside)
+        name, _, value = beside.lstrip("-").partition("=")
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(f"{name.replace('-', '_')}: {value or 'true'}\n")
+    assert problems("--config", str(file)).startswith(message)
     parse(*flags(option, useful))
     parse(*flags(beside))
 
