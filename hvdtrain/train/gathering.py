@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 
 from hvdtrain.data import SharesLike, VirtualShares
+from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange, summed
+from hvdtrain.log import few
 
 NAME = "hvdtrain.all_gather"
 
@@ -156,7 +158,14 @@ class VirtualGathering(Gathering):
 
 
 def gathering_of(exchange: Exchange, shares: SharesLike) -> Gathering:
-    """Return an object that gathers the features of these shares."""
+    """Return an object that gathers the features of these shares. Raises UsageError, on all ranks,
+    if one has no virtual worker, since that would not take part.
+    """
     if isinstance(shares, VirtualShares):
+        if idle := [rank for rank in range(exchange.size) if not shares.of_rank(rank)]:
+            raise UsageError(
+                f"gathers=True: rank_weights leaves none of the {shares.rows} virtual workers for "
+                f"these ranks: {few(idle)}. Give weights that leave one for each"
+            )
         return VirtualGathering(exchange, shares.rows)
     return Gathering(exchange)

@@ -9,7 +9,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hvdtrain
+from hvdtrain.data import Shares, VirtualShares
 from hvdtrain.errors import UsageError
+from hvdtrain.exchange import SingleProcess
+from hvdtrain.train.gathering import gathering_of
 
 pytestmark = pytest.mark.usefixtures("script")
 SAMPLES = torch.utils.data.TensorDataset(
@@ -97,3 +100,14 @@ def test_features_are_gathered_within_a_pass() -> None:
             with pytest.raises(UsageError, match=r"step\.offset is of a pass"):
                 step.offset  # noqa: B018
             break
+
+
+def test_a_rank_without_virtual_workers_is_refused() -> None:
+    """Fails if a rank that computes nothing is waited for by the others."""
+
+    class OfTwo(SingleProcess):
+        size = 2
+
+    gathering_of(OfTwo(), VirtualShares(Shares(3), [1, 2]))
+    with pytest.raises(UsageError, match="none of the 3 virtual workers for these ranks: 1"):
+        gathering_of(OfTwo(), VirtualShares(Shares(3), [3, 0]))
