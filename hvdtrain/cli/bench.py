@@ -212,6 +212,9 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     """Measure, print medians and ratios, and return the exit code. Raises UsageError."""
     checked = check_flags(arguments, problems, topology)
     from hvdtrain.lab.bench import classic, network, scaling, start, within_job
+    from hvdtrain.lab.disturbance import Disturbance
+
+    checked["disturbance"] = Disturbance()
 
     if checked["bench"] in WITHIN_A_JOB:
         return within_job.run(checked, topology)

@@ -24,10 +24,14 @@ class Findings:
 def publish(findings: Findings, arguments: Mapping[str, Any]) -> int:
     """Print the tables, write JSON and plots; return the exit code, 1 if there are problems.
 
+    `arguments`: `json`, and where they apply `output`, and the `disturbance` since the start.
+
     Raises Stopped, at the end, if a signal has ended the measurement.
     """
-    say("\n".join(findings.tables))
-    write_json(arguments["json"], findings.content)
+    disturbance = arguments.get("disturbance")
+    machine = {"machine": disturbance.content()} if disturbance else {}
+    say("\n".join([*findings.tables, *([disturbance.line()] if disturbance else [])]))
+    write_json(arguments["json"], {**findings.content, **machine})
     if "output" in arguments:
         for path in write_plots(findings.plots, arguments["output"]):
             say(f"written to {path}")

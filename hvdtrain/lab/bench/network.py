@@ -252,4 +252,5 @@ def table(plan: NetworkPlan, points: Sequence[NetworkPoint]) -> str:
         "on CPUs, one compute thread each; MB sent: by each host in a step, in a ring of hosts; "
         f"{LIMIT}: the same processes without exchange; ratios: speed over {DDP}'s"
     )
-    return "\n".join([head, *rounds.columns([HEADINGS, *rows])])
+    ratios = [over for point in points for over in point.over_ddp.values()]
+    return "\n".join([head, *rounds.columns([HEADINGS, *rows]), *rounds.advice(ratios)])

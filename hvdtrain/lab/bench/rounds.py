@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,9 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.evidence import trials
 from hvdtrain.evidence.children import ChildFailure
 from hvdtrain.launcher.processes import StopRequests
+
+WIDEST = 0.2  # middle half of a ratio, as part of the median, for which the median is shown
+UNCLEAR = "unclear"
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -73,6 +76,12 @@ class Ratio:
     highest: float
 
     @property
+    def shown(self) -> str:
+        """Return the median as text; another word if the rounds differ too much for one figure."""
+        is_clear = self.upper_quartile - self.lower_quartile <= WIDEST * self.median
+        return f"{self.median:.3f}" if is_clear else UNCLEAR
+
+    @property
     def middle_half(self) -> str:
         """Return the quartiles as text."""
         return f"{self.lower_quartile:.3f} to {self.upper_quartile:.3f}"
@@ -102,7 +111,7 @@ def ratio_within_rounds(rates: Sequence[float], to: Sequence[float]) -> Ratio | 
 
 def ratio_and_spread(over: Ratio | None) -> str:
     """Return the cell of a ratio: its median and, in parentheses, its middle half."""
-    return f"{over.median:.3f} ({over.middle_half})" if over else "-"
+    return f"{over.shown} ({over.middle_half})" if over else "-"
 
 
 def median(rates: Sequence[float]) -> float | None:
@@ -123,7 +132,17 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def ratio_lines(ratios: Mapping[str, Ratio]) -> list[str]:
     """Return the lines of a table of ratios: median, middle half and range."""
     rows = [
-        [f"ratio, {name}", f"{r.median:.3f}", r.middle_half, f"{r.lowest:.3f} to {r.highest:.3f}"]
+        [f"ratio, {name}", r.shown, r.middle_half, f"{r.lowest:.3f} to {r.highest:.3f}"]
         for name, r in ratios.items()
     ]
-    return columns([["", "median", "middle half", "all"], *rows])
+    return [*columns([["", "median", "middle half", "all"], *rows]), *advice(ratios.values())]
+
+
+def advice(ratios: Iterable[Ratio | None]) -> list[str]:
+    """Return a line on ratios that are not clear, if there are any."""
+    if all(over is None or over.shown != UNCLEAR for over in ratios):
+        return []
+    return [
+        f"  {UNCLEAR}: the middle half of the rounds is wider than {100 * WIDEST:.0f} % of the "
+        "median: run more --rounds, or measure when the machine is quiet"
+    ]

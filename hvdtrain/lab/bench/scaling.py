@@ -164,7 +164,8 @@ def table(plan: ScalingPlan, points: Sequence[ScalingPoint]) -> str:
         lines.append(f"{mode} scaling, the same {kept}:")
         rows = [_cells(point) for point in points if point.mode == mode]
         lines += rounds.columns([HEADINGS, *rows])
-    return "\n".join(lines)
+    ratios = [over for point in points for over in (point.over_ddp, point.over_limit)]
+    return "\n".join([*lines, *rounds.advice(ratios)])
 
 
 def _cells(point: ScalingPoint) -> list[str]:
