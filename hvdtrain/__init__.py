@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from hvdtrain.dynamo import defer_dynamo
+
 if TYPE_CHECKING:
     # It would write an import for each name.
     # isort: off
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     # isort: on
 
 __version__ = "0.2.0"
+
+defer_dynamo()
 
 _PUBLIC = {
     "hvdtrain.api": ("clip_grad_norm_", "distribute", "init"),

@@ -47,7 +47,6 @@ from hvdtrain.run.tasks import chosen_by, find_source
 from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import convert_back
 from hvdtrain.train.devices import check_devices, name_of
-from hvdtrain.train.dynamo import defer_dynamo
 from hvdtrain.train.interfaces import Hooks
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import Meter
@@ -84,7 +83,6 @@ def join_session(
     topology = topology.by_itself() if config.run.single_worker else topology
     pulse = Pulse.from_environment()
     keep_freed_memory()
-    defer_dynamo()
     if config.run.profile is not None:  # Horovod reads it when it starts
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     if not pulse.is_watched or script:  # otherwise the launcher's watchdog, which sees every rank

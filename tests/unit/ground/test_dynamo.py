@@ -11,10 +11,13 @@ import sys
 import pytest
 
 STEPS = """
-import sys, torch
-from hvdtrain.train.dynamo import EXCLUDED, defer_dynamo
-defer_dynamo()
-defer_dynamo()
+import importlib.util, sys
+import FIRST
+import torch
+import hvdtrain
+from hvdtrain.dynamo import EXCLUDED
+assert sys.modules["torch._dynamo"].__file__.endswith("/torch/_dynamo/__init__.py")
+assert importlib.util.find_spec("torch._dynamo").origin == sys.modules["torch._dynamo"].__file__
 model = torch.nn.Linear(3, 2)
 zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
 
@@ -50,13 +53,14 @@ assert step(torch.optim.SGD) is not zero_grad, "not excluded from compilation"
 """
 
 
+@pytest.mark.parametrize("first", ["hvdtrain", "torch"])
 @pytest.mark.parametrize("use", THEN)
-def test_steps_do_not_import_the_compiler_and_its_use_does(use: str) -> None:
+def test_steps_do_not_import_the_compiler_and_its_use_does(use: str, first: str) -> None:
     """Fails if an optimizer's step, or a library that registers an operator, imports torch._dynamo
     (a new version of torch may ask something else of it), or what uses it meets another module
-    than the real one.
+    than the real one, whichever of torch and hvdtrain a script imports first.
     """
-    code = STEPS + THEN[use] + REAL
+    code = STEPS.replace("FIRST", first) + THEN[use] + REAL
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -45,6 +45,7 @@ LAYERS = {
     "hvdtrain.ring": 1,
     "hvdtrain.config": 1,
     "hvdtrain.cgroups": 0,
+    "hvdtrain.dynamo": 0,
     "hvdtrain.documents": 0,
     "hvdtrain.errors": 0,
     "hvdtrain.files": 0,
