@@ -39,34 +39,42 @@ class StepSums:
 
     def __init__(self, device: torch.device, metrics: Sequence[str] = (), rows: int = 1) -> None:
         """`rows`: sums that are kept apart, and added in their order once all ranks have added."""
+        # Loss; losses that are not finite; metrics. Of a CPU they stand in the rows of the host's
+        # sums: operations on tensors of one value cost more than Python's.
+        width, self._computed = METRICS_FROM - LOSS + len(metrics), torch.empty((rows, 0))
+        if device.type != "cpu":
+            self._computed = torch.zeros((rows, width), dtype=torch.float64, device=device)
         # Count that the loss is a mean over (usually samples); stop requests; ranks that have left
         # the loop; unreadable samples; requests to end the run; seconds of each phase.
-        self._host_sums = [[0.0] * LOSS for _ in range(rows)]
-        # Loss; losses that are not finite; metrics.
-        self._computed = torch.zeros(
-            (rows, METRICS_FROM - LOSS + len(metrics)), dtype=torch.float64, device=device
-        )
+        on_host = LOSS + width - self._computed.shape[1]
+        self._host_sums = [[0.0] * on_host for _ in range(rows)]
         self.gradient_norm: torch.Tensor | None = None  # over all ranks, at logged steps
         self._metrics = tuple(metrics)
-        self._total: Callable[[], torch.Tensor] = lambda: self.local
+        self._total: Callable[[], list[float]] = lambda: self.local
 
     @property
-    def local(self) -> torch.Tensor:
-        """Return the sums of this rank, on its device."""
-        return self._rows().sum(0)
+    def local(self) -> list[float]:
+        """Return the sums of this rank."""
+        return _sum_of_rows(self._rows())
 
     @property
     def local_times(self) -> tuple[float, list[float]]:
         """Return what this rank's loss is a mean over, and its seconds of each phase."""
-        return sum(row[COUNT] for row in self._host_sums), self._host_sums[0][PHASES_FROM:]
+        return sum(row[COUNT] for row in self._host_sums), self._host_sums[0][PHASES_FROM:LOSS]
 
     def add(self, sums: Sums, bad: int = 0, row: int = 0) -> None:
         """Add the sums of a batch to a row; `bad`: number of samples that could not be read."""
-        loss = sums.loss.detach()
-        self._host_sums[row][COUNT] += sums.samples
-        self._host_sums[row][BAD] += bad
-        computed = [loss, ~loss.isfinite(), *(sums.metrics[n].detach() for n in self._metrics)]
-        self._computed[row] += torch.stack([value.double() for value in computed])
+        loss, on_host = sums.loss.detach(), self._host_sums[row]
+        metrics = [sums.metrics[name].detach() for name in self._metrics]
+        on_host[COUNT] += sums.samples
+        on_host[BAD] += bad
+        if self._computed.numel():
+            computed = [loss, ~loss.isfinite(), *metrics]
+            self._computed[row] += torch.stack([value.double() for value in computed])
+            return
+        figures = [value.item() for value in (loss, *metrics)]
+        figures.insert(1, not math.isfinite(figures[0]))
+        on_host[LOSS:] = _added(on_host[LOSS:], figures)
 
     def mark(self, column: int, applies: bool = True) -> None:
         """Note that this rank has left the loop (LEFT), or asks to end the run (END)."""
@@ -89,46 +97,41 @@ class StepSums:
         `part`: number of the update within the step.
         """
         self._host_sums[0][STOP] = float(stop_requested)
-        self._host_sums[0][PHASES_FROM:] = phases_s
+        self._host_sums[0][PHASES_FROM:LOSS] = phases_s
         name = f"hvdtrain.step_sums.{step % 2}" + (f".{part}" if part else "")
         rows = self._rows()
         read, of_all = reader(rows.device), exchange.sum_later(rows, name)
-        self._total = cache(lambda: read(of_all()).sum(0))
+        self._total = cache(lambda: _sum_of_rows(read(of_all())))
 
     def join(self, further: StepSums) -> None:
         """Add the sums of a further update of the step, but for its loss and its count."""
         first, second = self._total, further._total
-        width = LOSS + self._computed.shape[1]
-        kept = [*range(PHASES_FROM, LOSS), *range(NOT_FINITE, width)]
-
-        def total() -> torch.Tensor:
-            both = first().clone()
-            both[kept] += second()[kept]
-            return both
-
-        self._total = cache(total)
+        self._total = cache(lambda: _joined(first(), second()))
         self._computed[:, NOT_FINITE - LOSS :] += further._computed[:, NOT_FINITE - LOSS :]
-        self._host_sums[0][PHASES_FROM:] = _added(self.local_times[1], further.local_times[1])
+        rows = zip(self._host_sums, further._host_sums, strict=True)
+        self._host_sums = [_joined(one, other) for one, other in rows]
 
     def _rows(self) -> torch.Tensor:
         host_sums = torch.tensor(self._host_sums, dtype=torch.float64)
+        if not self._computed.numel():
+            return host_sums
         return torch.cat([to_device(host_sums, self._computed.device), self._computed], dim=1)
 
-    def total(self) -> torch.Tensor:
-        """Collective: wait for the reduction; return the sums over all ranks, on the CPU."""
+    def total(self) -> list[float]:
+        """Collective: wait for the reduction; return the sums over all ranks."""
         return self._total()
 
     def mean_loss(self) -> float:
         """Collective: return the mean loss over all ranks; NaN without samples."""
-        loss, count = self.total()[[LOSS, COUNT]].tolist()
-        return loss / count if count else math.nan
+        totals = self.total()
+        return totals[LOSS] / totals[COUNT] if totals[COUNT] else math.nan
 
     def check_losses(self, exchange: Exchange, step: int) -> None:
         """Collective: raise TrainingError, naming the ranks, unless all losses are finite."""
         if not self.total()[NOT_FINITE]:
             return
-        loss_sum, count, not_finite = self.local[[LOSS, COUNT, NOT_FINITE]].tolist()
-        local_loss = loss_sum / count if not_finite else None
+        local = self.local
+        local_loss = local[LOSS] / local[COUNT] if local[NOT_FINITE] else None
         losses = exchange.all_gather_object(local_loss, "hvdtrain.not_finite")
         where = ", ".join(
             f"rank {rank} (loss {loss})" for rank, loss in enumerate(losses) if loss is not None
@@ -137,6 +140,23 @@ class StepSums:
             f"the loss is not finite at step {step} on {where}. Nothing of this step is saved. "
             "Lower --lr, add --warmup-epochs, or look for bad values in the data"
         )
+
+
+def _sum_of_rows(rows: torch.Tensor) -> list[float]:
+    """Return the sum of rows that are apart, in their order."""
+    sums: list[float] = (rows[0] if len(rows) == 1 else rows.sum(0)).tolist()
+    return sums
+
+
+def _joined(sums: Sequence[float], further: Sequence[float]) -> list[float]:
+    """Return the sums of two updates of a step: loss, count and what ranks ask for of the first."""
+    both = _added(sums, further)
+    return [
+        *sums[:PHASES_FROM],
+        *both[PHASES_FROM:LOSS],
+        *sums[LOSS:NOT_FINITE],
+        *both[NOT_FINITE:],
+    ]
 
 
 @dataclass(frozen=True)
@@ -191,7 +211,7 @@ class _Window:
         return self.samples / self.seconds if self.seconds else math.nan
 
 
-def _added(one: list[float], other: list[float]) -> list[float]:
+def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a + b for a, b in zip(one, other, strict=True)] if one else list(other)
 
 
@@ -249,7 +269,7 @@ class Meter:
         (step, sums, samples), self._waiting = self._waiting, None
         sums.check_losses(self._exchange, step)
         self._own_times.add(*sums.local_times)
-        totals = sums.total().tolist()
+        totals = sums.total()
         for window in self._windows():
             window.add(totals, samples, self._exchange.size)
         self._step, self._samples_seen = step, self._samples_seen + samples

@@ -181,8 +181,8 @@ class Step:
         if not job.task.computes_loss:
             if self._is_first:
                 refuse_mean(loss, counted, self.number)
-            nothing = torch.zeros((), device=job.device)
-            metric_sums = dict.fromkeys(job.task.metrics, nothing) | metric_sums
+            if missing := [name for name in job.task.metrics if name not in metric_sums]:
+                metric_sums |= dict.fromkeys(missing, torch.zeros((), device=job.device))
         total = summed_loss(loss, sum, mean, counted, pass_, job)
         self._pass = None
         self._add(Sums(total, counted, metric_sums), pass_)
@@ -257,7 +257,7 @@ class Step:
         self.end_agreed |= ends_run(job, exchange, sums, number)
         self._audit.reduced(number, optimizers)
         if not job.task.counts_samples or may_skip(job.data.train):  # the count is known only now
-            counted = float(sums.total()[COUNT])
+            counted = sums.total()[COUNT]
             job.update.rescale(optimizers, self._data.samples / counted if counted else 1.0)
         clock.enter("update")
         is_logged = number % job.intervals.log == 0

@@ -1,5 +1,6 @@
 """Use of the reduced gradients: check, unscaling, clipping, optimizer step, moving average."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -136,8 +137,7 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     tensor_list = list(tensors)
     if tensor_list and tensor_list[0].device.type != "cpu":
         return bool(torch.nn.utils.get_total_norm(list(map(_values, tensor_list))).isfinite())
-    sums = [_values(tensor).sum() for tensor in _joined(tensor_list)]
-    return not sums or bool(torch.stack(sums).isfinite().all())
+    return math.isfinite(sum(_values(tensor).sum().item() for tensor in _joined(tensor_list)))
 
 
 def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
