@@ -304,6 +304,43 @@ def test_an_iterable_that_ends_early_is_named() -> None:
         list(split.stream([np.array([5]), np.array([3])], 0))
 
 
+class Passes(Flow):
+    """A data set that says in which order its passes begin."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.passes: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.passes.append(epoch)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_iterable_without_a_length_begins_anew(micro_batches: int) -> None:
+    """Fails if samples depend on the number of ranks, or on where a run was resumed; if the batch
+    in which the data end is cut; or if a pass is not named by its number.
+    """
+    flow = Passes(40)
+    split = IterableSplit(flow)
+    expected = list(steps_of(split, SHARES["1"], 0, 1))
+    assert flow.passes == [0, 1, 2]
+    numbers = [int(row[0]) for step in expected for row in step]
+    assert sorted(numbers) == sorted(number % 40 for number in range(110))
+    assert [row[0] for row in expected[3]] == [0, 1, 2, 3, *range(33, 40)]
+    drawn = {tuple(row) for step in expected for row in step}
+    assert len(drawn) == 110  # other random numbers in each pass
+    for shares in SHARES.values():
+        assert list(steps_of(split, shares, 0, micro_batches)) == expected
+        assert list(steps_of(split, shares, 55, micro_batches))[:5] == expected[5:]
+    assert rows(split.batch(np.array([3, 41]))) == [expected[0][3], expected[3][1]]
+
+
+def test_an_iterable_without_a_length_that_is_empty_is_named() -> None:
+    """Fails if the next pass over a data set without samples is begun for ever."""
+    with pytest.raises(TrainingError, match=r"Flow ended after 0 samples$"):
+        next(IterableSplit(Flow(0)).stream([np.array([0])], 0))
+
+
 class Digested(Noisy):
     """A data set with a fingerprint of its own."""
 
