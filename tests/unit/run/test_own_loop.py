@@ -149,9 +149,9 @@ def test_data_without_a_length_need_the_number_of_steps() -> None:
                 step.update()
         return model.weight.detach()
 
-    with pytest.raises(UsageError, match=r"samples to train on have no length.*: give max_steps"):
+    with pytest.raises(AgreedFailure, match=r"to train on have no length.*: give max_steps"):
         run()
-    with pytest.raises(UsageError, match=r"epochs=2: the samples .* have no length.*: leave it"):
+    with pytest.raises(AgreedFailure, match=r"epochs=2: the samples .* have no length.*: leave it"):
         run(3, epochs=2)
     model, optimizer = parts()
     with pytest.raises(UsageError, match=r"valid split has no length, .*IterableSplit\(dataset, l"):
