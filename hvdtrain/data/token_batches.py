@@ -98,12 +98,13 @@ def _round_up(lengths: Indices, buckets: int) -> Indices:
 
 def _padded(lengths: Indices, tokens: int) -> list[Indices]:
     """Return the positions of the samples of each batch, of lengths that descend."""
-    batches, start = [], 0
-    while start < len(lengths):
-        stop = min(start + tokens // int(lengths[start]), len(lengths))
-        batches.append(np.arange(start, stop))
-        start = stop
-    return batches
+    edges = [0]
+    while edges[-1] < len(lengths):
+        edges.append(edges[-1] + tokens // int(lengths[edges[-1]]))
+    edges[-1] = len(lengths)
+    if len(edges) > 2:  # the last batch may be short: both of the last two have half
+        edges[-2] = min(edges[-2], (edges[-3] + edges[-1] + 1) // 2)
+    return np.split(np.arange(len(lengths)), edges[1:-1])
 
 
 def _packed(lengths: Indices, tokens: int) -> list[Indices]:

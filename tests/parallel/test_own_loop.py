@@ -121,7 +121,6 @@ def test_own_loop_of_transformers_learns_the_same_on_any_number_of_workers(
         (RAGGED, 2, "mpi", 7),
         ("weighted_sampler.py", 3, "gloo", 7),
         ("weighted_sampler.py batches", 2, "mpi", 30),
-        ("packed_tokens.py", 3, "gloo", 7),
         ("gan.py", 2, "mpi", None),
         (TWO_OPTIMIZERS, 3, "mpi", 7),
         ("gpt2.py --dropout=0.1 --float32", 2, "gloo", None),

@@ -42,6 +42,13 @@ def test_every_epoch_has_all_samples_within_the_budget(
             assert 0 < (own.sum() if packed else len(own) * own.max()) <= TOKENS
 
 
+@pytest.mark.parametrize("rest", [1, 7, 20, 39])
+def test_the_last_batch_is_not_short(rest: int) -> None:
+    """Fails if a step is made of a few samples, always of the shortest."""
+    sizes = [len(batch) for batch in TokenBatches([10] * (80 + rest), 400)]
+    assert sorted(sizes) == sorted([40, (41 + rest) // 2, (40 + rest) // 2])
+
+
 def test_batches_are_well_filled() -> None:
     """Fails if many more tokens are padded, or many more batches made, than lengths demand: by
     ranges of 1/16, 3 % on average.
