@@ -86,14 +86,14 @@ def _checked(lengths: Iterable[int], tokens: int) -> Indices:
             ),
         )
     )
-    return values.astype(np.int64)
+    return np.array(values, np.int64)
 
 
 def _round_up(lengths: Indices, buckets: int) -> Indices:
     """Return the longest length of the range of each length."""
     power = 1 << (np.frexp(lengths)[1].astype(np.int64) - 1)  # of two, up to the length
     number = -(-lengths * buckets // power)
-    return number * power // buckets
+    return np.asarray(number * power // buckets, np.int64)
 
 
 def _padded(lengths: Indices, tokens: int) -> list[Indices]:

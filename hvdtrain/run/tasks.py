@@ -134,8 +134,7 @@ def find_source(
                 "--data-placement=per-host: samples that are read in order, as those of "
                 "hvdtrain.IterableSplit, cannot be parts of several hosts"
             )
-        if is_endless(data.train):
-            refuse(config.schedule.problems_without_epochs())
+        refuse(config.schedule.problems_without_epochs() if is_endless(data.train) else ())
         return task, data, _fingerprints(data, config, script)
 
     task, data, fingerprints = run_on_all(exchange, "data", build)
