@@ -61,7 +61,7 @@ setup(
         # its local store, a database.
         "mlflow": ["mlflow-skinny>=3.7,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
         "wandb": ["wandb>=0.22,<1"],
-        # Of examples/gpt2.py and examples/lora.py, which the tests run.
+        # Of examples/gpt2.py, lora.py and packed_tokens.py, which the tests run.
         "transformers": ["transformers>=5,<6"],
         "peft": ["peft>=0.19,<1", "transformers>=5,<6"],
         "test": [

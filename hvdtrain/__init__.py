@@ -3,8 +3,8 @@
 For a script with its own training loop (see `hvdtrain.api`): `init`, `distribute`,
 `clip_grad_norm_`, `GlobalBatchSampler`, `Shares` and `GradientAudit`. For `hvdtrain train --task`:
 `Task`, `Settings`, `Sums`, `Splits`, `Split`, `TensorSplit`, `MapSplit`, `IterableSplit` and
-`split_of`. For `hvdtrain train --data`: `Dataset` and `ImageFormat`. To start workers from Python
-or a notebook: `launch`.
+`split_of`. For `hvdtrain train --data`: `Dataset` and `ImageFormat`. Batches by a number of tokens:
+`TokenBatches`. To start workers from Python or a notebook: `launch`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Split as Split,
         Splits as Splits,
         TensorSplit as TensorSplit,
+        TokenBatches as TokenBatches,
         split_of as split_of,
     )
     from hvdtrain.notebook import launch as launch
@@ -48,7 +49,7 @@ _PUBLIC = {
     "hvdtrain.api": ("clip_grad_norm_", "distribute", "init"),
     "hvdtrain.audit.script": ("GradientAudit",),
     "hvdtrain.data": (
-        *("Dataset", "GlobalBatchSampler", "ImageFormat", "Shares"),
+        *("Dataset", "GlobalBatchSampler", "ImageFormat", "Shares", "TokenBatches"),
         *("IterableSplit", "MapSplit", "Split", "Splits", "TensorSplit", "split_of"),
     ),
     "hvdtrain.notebook": ("launch",),

@@ -20,7 +20,7 @@ from hvdtrain.config.fields import (
     numbers_of,
     step_range,
 )
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, every_problem
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 DEFAULT_EPOCHS = 10
@@ -188,6 +188,15 @@ class ScheduleConfig(FlagGroup):
             return self.max_steps
         steps = (self.epochs or DEFAULT_EPOCHS) * steps_per_epoch
         return min(steps, self.max_steps) if self.max_steps is not None else steps
+
+    def problems_without_epochs(self) -> list[str]:
+        """Return what is wrong with this schedule for samples whose number is not known."""
+        text = "the samples to train on have no length, and so no epochs"
+        return every_problem(
+            (self.max_steps is None, f"{text}: give --max-steps"),
+            (self.epochs, f"--epochs={self.epochs}: {text}: leave it out"),
+            (self.warmup_epochs, f"--warmup-epochs={self.warmup_epochs}: {text}: leave it out"),
+        )
 
 
 @dataclass(frozen=True)

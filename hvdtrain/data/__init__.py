@@ -46,6 +46,7 @@ from hvdtrain.data.sampler import (
     VirtualShares,
 )
 from hvdtrain.data.splits import Dataset, ImageFormat, ReadOptions, Split, Splits, TensorSplit
+from hvdtrain.data.token_batches import TokenBatches
 from hvdtrain.data.transforms import AugmentedSplit
 from hvdtrain.errors import UsageError, refuse
 
@@ -63,6 +64,7 @@ __all__ = [
     "Split",
     "Splits",
     "TensorSplit",
+    "TokenBatches",
     "VirtualShares",
     "load_dataset",
     "split_of",

@@ -27,6 +27,9 @@ from hvdtrain.data.sampler import Indices
 from hvdtrain.data.splits import Split
 from hvdtrain.errors import TrainingError, UsageError, first_problem
 
+ENDLESS = 1 << 52  # samples of an epoch that no run reaches; floats hold it exactly
+NO_MORE = object()  # in place of a sample
+
 
 class MapSplit(StreamedSplit):
     """A split of a data set that is read by number: one with `__len__` and `__getitem__`."""
@@ -138,7 +141,8 @@ def _check_random_access(dataset: Any) -> None:
         (
             not _has_items(dataset),
             f"{kind} cannot be read by number (it has no __getitem__). For a data set that is only "
-            "iterated, state its length: hvdtrain.IterableSplit(dataset, length)",
+            "iterated: hvdtrain.IterableSplit(dataset, length), or without a length and with "
+            "max_steps",
         ),
         (not hasattr(dataset, "__len__"), f"{kind} has no __len__"),
     )
@@ -152,20 +156,28 @@ class IterableSplit:
     Its samples are not shuffled. Every rank iterates over all of them and takes its own, and a
     resumed run iterates up to its cursor. `set_epoch(epoch)` of the data set is called first, if it
     has one. A data set for `MapSplit` is read faster, and its samples are shuffled.
+
+    Without a length, the run is one long epoch, which ends after `max_steps`: where the data set
+    ends, it is iterated once more, after `set_epoch` with the number of times before.
     """
 
     in_order = True  # samples are trained on in the order of their numbers
     may_skip = False
 
     def __init__(
-        self, dataset: Iterable[Any], length: int, collate: Collate | None = None, seed: int = 0
+        self,
+        dataset: Iterable[Any],
+        length: int | None = None,
+        collate: Collate | None = None,
+        seed: int = 0,
     ) -> None:
         """Raise UsageError for no samples, or for an iterator, which could be used only once.
 
-        `length`: the number of samples of an epoch; further ones are not used. `collate`, `seed`:
-        as for `MapSplit`.
+        `length`: the number of samples of an epoch; further ones are not used. None: not known; the
+        run needs `max_steps`, and the samples cannot be evaluated. `collate`, `seed`: as for
+        `MapSplit`.
         """
-        if length < 1:
+        if length is not None and length < 1:
             raise UsageError(f"hvdtrain.IterableSplit: {length=}: must be at least 1")
         if isinstance(dataset, Iterator):
             raise UsageError(
@@ -173,7 +185,8 @@ class IterableSplit:
                 "give an object whose __iter__ begins anew for each epoch"
             )
         self._dataset = dataset
-        self._length = length
+        self.is_endless = length is None
+        self._length = ENDLESS if length is None else length
         self._collate = collate or default_collate
         self._seed = seed
 
@@ -218,20 +231,27 @@ class IterableSplit:
 
         Raises TrainingError if the data set ends too early.
         """
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-        seed_for(self._seed, epoch, 0, OF_EPOCH)
-        samples = iter(self._dataset)
+        samples, pass_, first = self._iterate(epoch), epoch, 0
         for number in range(self._length):
             seed_for(self._seed, epoch, number)
-            try:
-                sample = next(samples)
-            except StopIteration:
+            sample = next(samples, NO_MORE)
+            if sample is NO_MORE and self.is_endless and number > first:
+                pass_, first = pass_ + 1, number
+                samples = self._iterate(pass_)
+                seed_for(self._seed, epoch, number)
+                sample = next(samples, NO_MORE)
+            if sample is NO_MORE:
+                stated = "" if self.is_endless else f"; its stated length is {self._length}"
                 raise TrainingError(
-                    f"{type(self._dataset).__name__} ended after {number} samples; its stated "
-                    f"length is {self._length}"
-                ) from None
+                    f"{type(self._dataset).__name__} ended after {number - first} samples{stated}"
+                )
             yield sample
+
+    def _iterate(self, pass_: int) -> Iterator[Any]:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(pass_)
+        seed_for(self._seed, pass_, 0, OF_EPOCH)
+        return iter(self._dataset)
 
 
 def _chosen(samples: Iterator[Any], indices: Indices, start: int) -> Iterator[Any]:

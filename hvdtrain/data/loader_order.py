@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from hvdtrain.data.drawing import OF_ORDER, drawing
 from hvdtrain.data.sampler import GlobalBatchSampler, Indices
+from hvdtrain.data.token_batches import TokenBatches
 from hvdtrain.errors import TrainingError, UsageError
 
 PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
@@ -121,13 +122,18 @@ def order_problem(loader: DataLoader[Any], part: str) -> str | None:
 def order_of(loader: DataLoader[Any]) -> LoaderOrder | None:
     """Return the order of a DataLoader; None if it takes each sample once, or is only iterated.
 
-    Raises UsageError for a sampler that gives each rank a part.
+    Raises UsageError for a sampler that gives each rank a part, and for lengths of other samples.
     """
     if isinstance(loader.dataset, IterableDataset):
         return None  # it has no order to choose, and is refused as one that is only iterated
     batches: Any = loader.batch_sampler
     samples = len(loader.dataset)  # type: ignore[arg-type]
     if batches is not None and not has_batch_size(loader):
+        if isinstance(batches, TokenBatches) and len(batches.lengths) != samples:
+            raise UsageError(
+                f"the TokenBatches of the DataLoader have the lengths of {len(batches.lengths):,} "
+                f"samples, and its data set has {samples:,}: give one for each, in their order"
+            )
         return LoaderOrder(batches, samples, yields_batches=True)
     sampler = getattr(batches, "sampler", loader.sampler)
     if _takes_all(sampler, loader.dataset):

@@ -41,6 +41,11 @@ class Split(Protocol):
         """
 
 
+def is_endless(split: Split) -> bool:
+    """Return whether the number of samples of this split is not known."""
+    return bool(getattr(split, "is_endless", False))
+
+
 def check_split(flag: str, name: str, part: str, split: Any) -> None:
     """Raise UsageError unless `split`, from the user's `flag`=`name`, is a Split with samples."""
     if lacking := [method for method in ("__len__", "batch") if not hasattr(split, method)]:
@@ -50,6 +55,11 @@ def check_split(flag: str, name: str, part: str, split: Any) -> None:
         )
     if part == "valid" and (order := getattr(split, "order", None)):
         raise UsageError(f"{flag}={name}: {order.refusal}")
+    if part == "valid" and is_endless(split):
+        raise UsageError(
+            f"{flag}={name}: its valid split has no length, and each sample is evaluated once: "
+            "give hvdtrain.IterableSplit(dataset, length)"
+        )
     if plugins.call(flag, name, split.__len__) < 1:
         raise UsageError(f"{flag}={name}: its {part} split has no samples")
 

@@ -17,6 +17,7 @@ from hvdtrain import __version__
 from hvdtrain.audit.auditor import audit_line
 from hvdtrain.config.plugins import PLACES
 from hvdtrain.data import VirtualShares
+from hvdtrain.data.splits import is_endless
 from hvdtrain.documents import HEAD
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import counted, duration, rate, say
@@ -121,6 +122,7 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
     workers = "1 worker" if size == 1 else f"{size} workers ({exchange.controller})"
     if virtual:
         workers += f" for {counted(len(shares), kind)}"
+    trained = "endless" if is_endless(data.train) else f"{len(data.train):,}"
     epochs = -(-job.total_steps // sampler.steps_per_epoch)
     optimizer_names = " and ".join(type(optimizer).__name__.lower() for optimizer in job.optimizers)
     peak_lr = max(float(group["lr"]) for group in job.optimizers[0].param_groups)
@@ -133,7 +135,7 @@ def header(job: Job, exchange: Exchange, model: str) -> str:
         [
             f"hvdtrain {__version__}",
             f"  model    {model}, {parameters:,} parameters, {dtype}",
-            f"  data     {data.name}, {len(data.train):,} train and {len(data.valid):,} valid "
+            f"  data     {data.name}, {trained} train and {len(data.valid):,} valid "
             f"samples{', ' if data.note else ''}{data.note}",
             f"  workers  {workers}, on {shown(job.device)}, "
             f"{counted(torch.get_num_threads(), 'compute thread')} each",

@@ -25,7 +25,7 @@ from hvdtrain.data.feeding import PartSplit, in_order
 from hvdtrain.data.loader_order import DrawnBatchSampler, LoaderOrder
 from hvdtrain.data.mixing import mixed
 from hvdtrain.data.sketch import SKETCH, sketch_of
-from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint
+from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint, is_endless
 from hvdtrain.errors import UsageError, refuse
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import run_on_all
@@ -134,6 +134,7 @@ def find_source(
                 "--data-placement=per-host: samples that are read in order, as those of "
                 "hvdtrain.IterableSplit, cannot be parts of several hosts"
             )
+        refuse(config.schedule.problems_without_epochs() if is_endless(data.train) else ())
         return task, data, _fingerprints(data, config, script)
 
     task, data, fingerprints = run_on_all(exchange, "data", build)

@@ -1,4 +1,7 @@
-"""A loop that trains two optimizers by one backward pass: Muon for matrices, AdamW for the rest."""
+"""A loop that trains two optimizers by one backward pass: Muon for matrices, AdamW for the rest.
+
+Its data are iterated, and their length is not stated.
+"""
 
 import torch
 
@@ -10,8 +13,8 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Lin
 matrices = [it for it in model.parameters() if it.ndim == 2]
 others = [it for it in model.parameters() if it.ndim < 2]
 optimizers = [torch.optim.Muon(matrices, 0.01), torch.optim.AdamW(others, 0.02)]
-samples = torch.utils.data.TensorDataset(inputs, targets)
-with hvdtrain.Loop(model, optimizers, samples, global_batch_size=5, epochs=4) as loop:
+samples = hvdtrain.IterableSplit(torch.utils.data.TensorDataset(inputs, targets))
+with hvdtrain.Loop(model, optimizers, samples, global_batch_size=5, max_steps=20) as loop:
     for step in loop:
         for x, y in step.batches():
             step.backward((model(x) - y).square().sum(), len(y))

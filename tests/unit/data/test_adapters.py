@@ -304,6 +304,43 @@ def test_an_iterable_that_ends_early_is_named() -> None:
         list(split.stream([np.array([5]), np.array([3])], 0))
 
 
+class Passes(Flow):
+    """A data set whose samples are numbered on in each pass."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        first = self.epoch * len(self.samples)
+        for sample in super().__iter__():
+            sample["x"][0] += first
+            yield sample
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_iterable_without_a_length_begins_anew(micro_batches: int) -> None:
+    """Fails if samples depend on the number of ranks, or on where a run was resumed; if the batch
+    in which the data end is cut; or if a pass has the number of another.
+    """
+    split = IterableSplit(Passes(40))
+    expected = list(steps_of(split, SHARES["1"], 0, 1))
+    numbers = [[row[0] for row in step] for step in expected]
+    assert numbers == np.arange(110).reshape(10, 11).tolist()
+    assert len({row[1] for step in expected for row in step}) == 110  # of random numbers
+    for shares in SHARES.values():
+        assert list(steps_of(split, shares, 0, micro_batches)) == expected
+        assert list(steps_of(split, shares, 55, micro_batches))[:5] == expected[5:]
+    assert rows(split.batch(np.array([3, 41]))) == [expected[0][3], expected[3][8]]
+
+
+def test_an_iterable_without_a_length_that_is_empty_is_named() -> None:
+    """Fails if the next pass over a data set without samples is begun for ever."""
+    with pytest.raises(TrainingError, match=r"Flow ended after 0 samples$"):
+        next(IterableSplit(Flow(0)).stream([np.array([0])], 0))
+
+
 class Digested(Noisy):
     """A data set with a fingerprint of its own."""
 

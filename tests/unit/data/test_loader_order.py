@@ -13,10 +13,12 @@ import torch
 from torch.utils import data
 
 from hvdtrain.data.loader_order import DrawnBatchSampler, LoaderOrder, order_of
+from hvdtrain.data.token_batches import TokenBatches
 from hvdtrain.errors import TrainingError, UsageError
 
 SAMPLES = 23
 DATA = data.TensorDataset(torch.arange(float(SAMPLES)))
+TOKENS = [1 + k % 7 for k in range(SAMPLES)]
 WEIGHTS = [1.0 + k % 5 for k in range(SAMPLES)]
 Draw = Callable[[], Any]
 
@@ -71,6 +73,8 @@ LOADERS: dict[str, Callable[[], data.DataLoader[Any]]] = {
         DATA, 4, sampler=data.RandomSampler(DATA, replacement=True, num_samples=9)
     ),
     "batch sampler": lambda: data.DataLoader(DATA, batch_sampler=Lengths()),
+    "tokens": lambda: data.DataLoader(DATA, batch_sampler=TokenBatches(TOKENS, 40)),
+    "packed tokens": lambda: data.DataLoader(DATA, batch_sampler=TokenBatches(TOKENS, 40, True)),
     "batches of torch": lambda: data.DataLoader(
         DATA, batch_sampler=data.BatchSampler(data.WeightedRandomSampler(WEIGHTS, 30), 4, True)
     ),

@@ -40,6 +40,7 @@ FLAGS_OF_OTHERS = {
         *("--ipc", "--memory", "--name", "--pids-limit", "--read-only", "--rm", "--security-opt"),
         *("--shm-size", "--tmpfs", "--user", "--workdir"),
     ),
+    "fairseq": ("--max-tokens",),
     "horovodrun, mpirun, torchrun": (
         *("--check-build", "--gloo", "--mpi", "--mpi-args", "--nproc-per-node", "--prefix"),
     ),

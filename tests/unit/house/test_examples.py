@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,9 @@ from examples.language_model import CONTEXT, BatchFirst, BatchSecond
 from examples.regression import Diabetes
 from hvdtrain import Settings, Task, exchange
 from hvdtrain.data import Shares
+from hvdtrain.data.builtin import import_torchvision
 from hvdtrain.data.image_folder import EXTENSIONS
+from hvdtrain.data.loader_order import order_of
 from hvdtrain.tasks import check_sums
 from hvdtrain.train.evaluate import evaluate
 from tests.unit.threads import connect, run_ranks
@@ -30,6 +33,7 @@ README = EXAMPLES.parent / "README.md"
 GUIDE = EXAMPLES.parent / "docs" / "guide.md"
 OWN_LOOP = EXAMPLES.parent / "docs" / "own-loop.md"
 SINGLE_PARTS = [EXAMPLES / "your_script.py", EXAMPLES / "your_script_distributed.py"]
+PACKED = [EXAMPLES / "packed_tokens_one_device.py", EXAMPLES / "packed_tokens.py"]
 TWINS = [EXAMPLES / "own_loop_one_device.py", EXAMPLES / "own_loop.py"]
 TOLERANCE = 1e-12  # float64, a single backward pass
 
@@ -123,6 +127,58 @@ def test_the_twin_differs_by_seven_lines() -> None:
     removed = [line for line in lines if line.startswith("-") and line[1:].strip()]
     assert len(added) <= 7, added
     assert len(removed) <= 7, removed
+
+
+def test_the_packed_twin_differs_by_as_many_lines_as_the_page_says() -> None:
+    """Fails if the page about token budgets counts otherwise than `diff` does."""
+    plain, ours = (path.read_text().splitlines() for path in PACKED)
+    lines = [*difflib.unified_diff(plain, ours, n=0, lineterm="")][2:]
+    added, removed = (
+        [line for line in lines if line[0] == sign and line[1:].strip()] for sign in "+-"
+    )
+    start = plain.index("class TokenBatches:")
+    own = [line for line in plain[start : plain.index("def read(number):")] if line]
+    text = " ".join(OWN_LOOP.read_text().split())
+    assert f"with {len(own)} lines for batches of its own" in text
+    assert f"{len(added)} new lines for {len(removed) - len(own)}, and none of those" in text
+
+
+def test_packed_tokens_learn_what_the_original_does(
+    script: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the batches of the plain script, made those of the other, end with other weights: as
+    they do if tokens weigh otherwise; or if lines that are packed together see each other.
+    """
+    import_torchvision()
+    ours = runpy.run_path(str(PACKED[1]), run_name="__main__")
+    order = order_of(ours["loader"])
+    assert order is not None and len(ours["batches"]) > 5
+
+    class Drawn:
+        def __init__(self, lengths: list[int], tokens: int) -> None:
+            self.epoch = 0
+
+        def __len__(self) -> int:
+            return len(ours["batches"])
+
+        def __iter__(self) -> Iterator[list[int]]:
+            epoch = order.draw(0, self.epoch, 1)
+            self.epoch += 1
+            return iter([it.tolist() for it in np.split(epoch.indices, epoch.edges[1:-1])])
+
+    source = PACKED[0].read_text()
+    assert "batches = TokenBatches(" in source
+    plain: dict[str, Any] = {"Drawn": Drawn}
+    exec(source.replace("batches = TokenBatches(", "batches = Drawn("), plain)
+    for name, weight in plain["model"].state_dict().items():
+        torch.testing.assert_close(ours["model"].state_dict()[name], weight, rtol=0, atol=1e-9)
+    model, lines, collate = plain["model"], plain["lines"][:7], plain["collate"]
+    alone = [
+        (len(line["input_ids"]) - 1) * plain["mean_loss"](model, collate([line])) for line in lines
+    ]
+    together = plain["mean_loss"](model, collate(lines))
+    tokens = sum(len(line["input_ids"]) - 1 for line in lines)
+    torch.testing.assert_close(sum(alone), together * tokens, rtol=1e-12, atol=0)
 
 
 def test_the_readme_shows_the_difference_as_it_is() -> None:

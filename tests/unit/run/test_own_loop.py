@@ -134,6 +134,34 @@ def test_what_cannot_be_used_is_refused_at_once(name: str) -> None:
     assert expected in str(found.value)
 
 
+def test_data_without_a_length_need_the_number_of_steps() -> None:
+    """Fails if such a run has no end, if epochs that never end are counted, or if an evaluation
+    would never end; or if such a run cannot be resumed, to more steps than at first.
+    """
+    endless = hvdtrain.IterableSplit([*zip(SAMPLES.inputs, SAMPLES.labels, strict=True)])
+    options: dict[str, Any] = {"global_batch_size": 5, "device": "cpu", "experiment": "mine"}
+
+    def run(steps: Any = None, **given: Any) -> torch.Tensor:
+        model, optimizer = parts()
+        with hvdtrain.Loop(model, optimizer, endless, max_steps=steps, **options | given) as loop:
+            for step in loop:
+                passes(step, model)
+                step.update()
+        return model.weight.detach()
+
+    with pytest.raises(AgreedFailure, match=r"to train on have no length.*: give max_steps"):
+        run()
+    with pytest.raises(AgreedFailure, match=r"epochs=2: the samples .* have no length.*: leave it"):
+        run(3, epochs=2)
+    model, optimizer = parts()
+    with pytest.raises(UsageError, match=r"valid split has no length, .*IterableSplit\(dataset, l"):
+        hvdtrain.Loop(model, optimizer, SAMPLES, endless, evaluate)
+    whole = run(9, experiment="whole")
+    run(4)
+    assert torch.equal(run(9, resume="auto"), whole)
+    assert (summary()["steps"], summary()["epochs"], summary()["samples_seen"]) == (9, 1, 45)
+
+
 def test_a_batch_size_beside_a_batch_sampler_is_refused() -> None:
     """Fails if steps have another number of samples than was asked for."""
     with (
