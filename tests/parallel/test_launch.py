@@ -12,9 +12,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.parallel.launching import (
     environment_of,
@@ -244,12 +246,42 @@ def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_by_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """Fails if workers outlive the launcher, or do not save before they go."""
-    with started(launch("--", *ENDLESS, controller="mpi"), tmp_path) as job:
+    """Fails if workers or the process of the metrics outlive the launcher, workers do not save
+    before they go, or the metrics, as Prometheus asks for them, are not those of the job.
+    """
+    command = launch("--metrics-port=0", "--", *ENDLESS, "--audit-every=2", controller="mpi")
+    with started(command, tmp_path) as job:
         job.wait_for(r"^step 7/")
+        (url,) = re.findall(r"^hvdtrain launch: .*metrics: (http://\S+)$", job.text, re.MULTILINE)
+        check_metrics(url, tmp_path)
         job.process.kill()
         job.end()
         assert read_summary(tmp_path)["status"] == "stopped"
+
+
+def check_metrics(url: str, folder: Path) -> None:
+    """Compare the metrics with the records of the run, and with the page."""
+    time.sleep(1.5)  # until the step that was printed has arrived
+    request = Request(url, headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    with urlopen(request, timeout=10) as answer:
+        assert answer.headers.get_content_type() == "application/openmetrics-text"
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = {(s.name, *sorted(s.labels.items())): s.value for f in families for s in f.samples}
+    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [record["train_loss"] for record in map(json.loads, lines) if "lr" in record]
+    assert samples[("hvdtrain_loss",)] in losses
+    assert samples[("hvdtrain_planned_steps",)] == 100_000
+    steps = samples[("hvdtrain_steps_total",)]
+    assert steps >= 7
+    assert samples[("hvdtrain_audits_total", ("kind", "exchange"))] >= steps // 2 - 2
+    for rank in ("0", "1"):
+        labels = (("host", "localhost"), ("rank", rank))
+        assert samples[("hvdtrain_rank_up", *labels)] == 1
+        assert samples[("hvdtrain_rank_step", *labels)] >= steps - 2
+        assert samples[("hvdtrain_rank_last_sign_seconds", *labels)] < 10
+    with urlopen(url.removesuffix("metrics"), timeout=10) as answer:
+        page = answer.read().decode()
+    assert " of 100,000</dd>" in page and "2 of 2 running" in page and "step 7/" in page
 
 
 def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:
