@@ -23,12 +23,12 @@ from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.ranks import Rank
 from hvdtrain.launcher.supervise import Watch
 from hvdtrain.launcher.view import describe, headline
-from hvdtrain.pulse import BEFORE_EXCHANGE, WAITING
+from hvdtrain.pulse import OWN, WAITING
 
 SERVER = module_argv("hvdtrain.report.status")
 EVERY_S = 1.0
 NOTICES_SHOWN = 10
-IN_STEP = (*BEFORE_EXCHANGE, WAITING)  # phases of a step that is not done
+IN_STEP = (*OWN, WAITING)  # phases of a step that is not done
 
 
 @dataclass(frozen=True)

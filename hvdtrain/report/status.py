@@ -159,7 +159,7 @@ class Status:
         facts = {
             "step": _of(max((rank["step"] for rank in ranks), default=0), figures),
             "loss": _shown_loss(figures.get("loss")),
-            "samples/s": rate(figures.get("samples_per_s") or 0.0),
+            "samples/s": rate(speed) if (speed := figures.get("samples_per_s")) else "–",
             "workers": f"{sum(rank['up'] for rank in ranks)} of {len(ranks)} running",
             "restarts": str(state["restarts"]),
             "audits": f"{audits['checked']:,}, {audits['failed']:,} failed",
@@ -251,6 +251,8 @@ def main() -> int:
         return 0
     status = Status(**json.loads(greeting))
     for line in sys.stdin:
+        if not line.endswith("\n"):  # the launcher was killed
+            break
         first = not status.state
         status.state = json.loads(line)
         if first:

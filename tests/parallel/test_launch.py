@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import time
 import uuid
@@ -259,29 +260,35 @@ def test_nothing_is_left_by_a_launcher_that_is_killed(tmp_path: Path) -> None:
         assert read_summary(tmp_path)["status"] == "stopped"
 
 
-def check_metrics(url: str, folder: Path) -> None:
-    """Compare the metrics with the records of the run, and with the page."""
-    time.sleep(1.5)  # until the step that was printed has arrived
+def read_metrics(url: str) -> dict[tuple[object, ...], float]:
+    """Return the samples, as Prometheus asks for them: (name, labels) -> value."""
     request = Request(url, headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     with urlopen(request, timeout=10) as answer:
         assert answer.headers.get_content_type() == "application/openmetrics-text"
         families = list(text_string_to_metric_families(answer.read().decode()))
-    samples = {(s.name, *sorted(s.labels.items())): s.value for f in families for s in f.samples}
+    return {(s.name, *sorted(s.labels.items())): s.value for f in families for s in f.samples}
+
+
+def check_metrics(url: str, folder: Path) -> None:
+    """Compare the metrics with the records of the run, and with the page."""
+    deadline = time.monotonic() + STARTED_S
+    while (samples := read_metrics(url))[("hvdtrain_steps_total",)] < 7:
+        assert time.monotonic() < deadline, samples
+        time.sleep(0.2)
     lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [record["train_loss"] for record in map(json.loads, lines) if "lr" in record]
     assert samples[("hvdtrain_loss",)] in losses
     assert samples[("hvdtrain_planned_steps",)] == 100_000
-    steps = samples[("hvdtrain_steps_total",)]
-    assert steps >= 7
-    assert samples[("hvdtrain_audits_total", ("kind", "exchange"))] >= steps // 2 - 2
+    assert samples[("hvdtrain_audits_total", ("kind", "exchange"))] >= 3
     for rank in ("0", "1"):
-        labels = (("host", "localhost"), ("rank", rank))
+        labels = (("host", socket.gethostname()), ("rank", rank))
         assert samples[("hvdtrain_rank_up", *labels)] == 1
-        assert samples[("hvdtrain_rank_step", *labels)] >= steps - 2
+        assert samples[("hvdtrain_rank_step", *labels)] >= 1  # reported once a second
         assert samples[("hvdtrain_rank_last_sign_seconds", *labels)] < 10
     with urlopen(url.removesuffix("metrics"), timeout=10) as answer:
         page = answer.read().decode()
-    assert " of 100,000</dd>" in page and "2 of 2 running" in page and "step 7/" in page
+    assert " of 100,000</dd>" in page and "2 of 2 running" in page
+    assert re.search(r"^(<.*>)?step \d+/", page.partition("Last lines")[2], re.MULTILINE)
 
 
 def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:

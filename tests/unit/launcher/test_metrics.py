@@ -21,6 +21,7 @@ from hvdtrain.launcher.metrics import Endpoint, MetricsServer
 from hvdtrain.launcher.processes import process_state
 from hvdtrain.launcher.ranks import Rank
 from hvdtrain.launcher.supervise import Watch
+from hvdtrain.launcher.view import make_view
 
 TOKEN = "a-token-of-24-characters"
 LIMIT_S = 20.0
@@ -103,11 +104,20 @@ def test_a_process_that_does_not_read_delays_nothing() -> None:
         assert process_state(server._process.pid) == "T"
 
 
-def test_a_process_that_has_ended_is_noticed() -> None:
-    """Fails when the launcher fails with it, or takes no notice."""
-    with serving() as server:
+def test_a_process_that_has_ended_is_noticed(tmp_path: Path) -> None:
+    """Fails when the launcher fails with it, or the user does not learn of it."""
+    with serving() as server, (tmp_path / "output").open("w") as stream:
+        view = make_view(1, stream, tmp_path, metrics=server)
         server._process.kill()
-        until(lambda: not server.update(watch_of(step=8)))
+        server._process.wait()
+        view.notice("restart 1 of 3")
+        view.update(watch_of(step=8))
+        view.close()
+    lines = (tmp_path / "output").read_text().splitlines()
+    assert lines == [
+        "hvdtrain launch: restart 1 of 3",
+        "hvdtrain launch: metrics and status page have ended; the job continues without them",
+    ]
 
 
 LAUNCHER = """
