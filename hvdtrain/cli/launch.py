@@ -254,8 +254,6 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     try:
         workers = counted(launch.plan.workers, "worker")
         view.notice(f"{workers}, {_controller(launch.plan)}; logs: {logs.folder}")
-        if metrics:
-            view.notice(f"status page: {metrics.url}, metrics: {metrics.url}metrics")
         for name, value in launch.plan.settings.items() if launch.plan.verbose else ():
             view.notice(f"set {name}={value}: {SETTING_REASONS[name]}")
         if launch.note:

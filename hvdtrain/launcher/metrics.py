@@ -73,15 +73,20 @@ class MetricsServer:
     """The process that serves metrics and status page, fed with the state of the job."""
 
     def __init__(self, endpoint: Endpoint, title: str) -> None:
-        """Listen, and start the process. Raises UsageError if the port cannot be had."""
+        """Listen, but start nothing yet. Raises UsageError if the port cannot be had."""
+        self._greeting = {"token": endpoint.token, "title": title}
         self._watch, self._counts, self._before = Watch([]), Counter[str](), Counter[str]()
         self._notices: deque[str] = deque(maxlen=NOTICES_SHOWN)
-        self._due_s = 0.0
-        with endpoint.listen() as listener:
-            host, port = listener.getsockname()[:2]
-            anywhere = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
-            name = socket.gethostname() if anywhere else f"[{host}]" if ":" in host else host
-            self.url = f"http://{name}:{port}/"
+        self._due_s, self._rest = 0.0, b""
+        self._listener = endpoint.listen()
+        host, port = self._listener.getsockname()[:2]
+        anywhere = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+        name = socket.gethostname() if anywhere else f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{port}/"
+
+    def start(self) -> None:
+        """Start the process, which ends with this one."""
+        with self._listener as listener:
             self._process = subprocess.Popen(
                 [*SERVER, str(listener.fileno())],
                 stdin=subprocess.PIPE,
@@ -92,7 +97,7 @@ class MetricsServer:
         assert self._process.stdin is not None
         self._pipe = self._process.stdin.fileno()
         os.set_blocking(self._pipe, False)
-        self._rest = _line({"token": endpoint.token, "title": title}) + self._state()
+        self._rest = _line(self._greeting) + self._state()
         self._feed()
 
     def notice(self, text: str) -> None:

@@ -37,11 +37,16 @@ def make_view(
 ) -> SteadyView:
     """Return a live view on a terminal, unless `plain`, else plain lines; it never blocks.
 
-    `metrics` receives notices and the state of the job, and is closed with the view.
+    `metrics` is started, receives notices and the state of the job, and is closed with the view.
     """
     output = cast(TextIO, Output(stream))
     view = (PlainView if plain or not has_screen(stream) else LiveView)(workers, output)
-    return SteadyView(view, stream, logs, metrics)
+    if metrics:
+        metrics.start()
+    steady = SteadyView(view, stream, logs, metrics)
+    if metrics:
+        steady.notice(f"status page: {metrics.url}, metrics: {metrics.url}metrics")
+    return steady
 
 
 class PlainView:

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(90)
 @contextmanager
 def serving(token: str | None = None) -> Iterator[MetricsServer]:
     server = MetricsServer(Endpoint("127.0.0.1", 0, token), "hvdtrain launch")
+    server.start()
     try:
         yield server
     finally:
@@ -106,7 +107,8 @@ def test_a_process_that_does_not_read_delays_nothing() -> None:
 
 def test_a_process_that_has_ended_is_noticed(tmp_path: Path) -> None:
     """Fails when the launcher fails with it, or the user does not learn of it."""
-    with serving() as server, (tmp_path / "output").open("w") as stream:
+    server = MetricsServer(Endpoint("127.0.0.1", 0), "hvdtrain launch")
+    with (tmp_path / "output").open("w") as stream:
         view = make_view(1, stream, tmp_path, metrics=server)
         server._process.kill()
         server._process.wait()
@@ -115,6 +117,7 @@ def test_a_process_that_has_ended_is_noticed(tmp_path: Path) -> None:
         view.close()
     lines = (tmp_path / "output").read_text().splitlines()
     assert lines == [
+        f"hvdtrain launch: status page: {server.url}, metrics: {server.url}metrics",
         "hvdtrain launch: restart 1 of 3",
         "hvdtrain launch: metrics and status page have ended; the job continues without them",
     ]
@@ -124,6 +127,7 @@ LAUNCHER = """
 import sys, time
 from hvdtrain.launcher.metrics import Endpoint, MetricsServer
 server = MetricsServer(Endpoint("127.0.0.1", 0), "")
+server.start()
 print(server.url, server._process.pid, flush=True)
 time.sleep(300)
 """
