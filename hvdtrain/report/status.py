@@ -79,7 +79,7 @@ def families(state: State) -> Iterator[Metric]:
     text = "Time of a slow rank in a phase, as a multiple of the median of the other ranks"
     labels = ["rank", "host", "phase"]
     slow = GaugeMetricFamily("hvdtrain_straggler_ratio", text, labels=labels, unit="ratio")
-    for record in figures.get("stragglers", ()):
+    for record in stragglers(state):
         slow.add_metric([str(record[label]) for label in labels], record["ratio"])
     yield slow
 
@@ -103,6 +103,15 @@ def _families_of_ranks(state: State) -> Iterator[Metric]:
         if rank["up"]:
             sign.add_metric(values, _age_s(state, rank))
     yield from (up, step, phase, sign)
+
+
+def stragglers(state: State) -> list[dict[str, Any]]:
+    """Return the slow ranks; hosts have the names by which the launcher reaches them."""
+    hosts = {rank["rank"]: rank["host"] for rank in state["ranks"]}
+    return [
+        record | {"host": hosts[record["rank"]]}
+        for record in state["figures"].get("stragglers", ())
+    ]
 
 
 def _age_s(state: State, rank: State) -> float:
@@ -171,7 +180,7 @@ class Status:
             headline=state["headline"],
             facts=facts,
             ranks=[rank | {"age_s": _age_s(state, rank)} for rank in ranks],
-            slow=list(lines_of(figures.get("stragglers", ()), "is")),
+            slow=list(lines_of(stragglers(state), "is")),
             notices=[shown(line) for line in state["notices"]],
             lines=[shown(line) for line in state["lines"]],
         )

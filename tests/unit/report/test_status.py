@@ -17,7 +17,13 @@ from hvdtrain.report.status import PHASES, Status
 
 TOKEN = "a-token-of-24-characters"
 PAGE = Path(__file__).parents[3] / "docs" / "several-machines.md"
-SLOW = {"rank": 1, "host": "beta", "phase": "compute", "ratio": 2.125, "steps": 40}
+SLOW = {
+    "rank": 1,
+    "host": "beta.example",  # as it calls itself
+    "phase": "compute",
+    "ratio": 2.125,
+    "steps": 40,
+}
 
 
 def row(number: int, **others: Any) -> dict[str, Any]:
