@@ -34,11 +34,7 @@ from PIL import Image
 from tornado.websocket import WebSocketClientConnection, websocket_connect
 
 from tests.parallel.launching import hvdtrain
-from tests.parallel.test_launch import TRAIN, started
-
-# Of rank 1 each pass takes longer.
-ENDLESS = [*TRAIN, "--model=tests.parallel.plugins:throttled", "--lr=0.01", "--audit-every=2"]
-ENDLESS += ["--max-steps=100000", "--eval-interval=100000"]
+from tests.parallel.test_launch import WITH_SLOW_RANK, started
 
 SCRAPE_S = 1
 LIMIT_S = 90.0
@@ -156,7 +152,7 @@ def watch(folder: Path, pictures: Path) -> bool:
     token.write_text(secrets.token_urlsafe())
     metrics = ["--metrics-port=0", "--metrics-host=0.0.0.0", f"--metrics-token-file={token}"]
     command = hvdtrain("launch", "-np", "2", "--controller=gloo", "--restarts=1", *metrics)
-    with started([*command, "--", *ENDLESS], folder) as job:
+    with started([*command, "--", *WITH_SLOW_RANK, "--lr=0.01"], folder) as job:
         job.wait_for(r"^step 7/")
         (target,) = re.findall(r"status page: http://(\S+)/,", job.text)
         assert target.startswith(host), target

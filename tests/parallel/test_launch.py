@@ -32,6 +32,7 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "launched.py")
 TRAIN = ["train", "--model=lenet", "--data=synthetic:1x28x28,samples=256", "--experiment=run"]
 TRAIN += ["--global-batch-size=20", "--checkpoint-interval=5", "--log-interval=1"]
 ENDLESS = [*TRAIN, "--max-steps=100000", "--eval-interval=100000"]
+WITH_SLOW_RANK = [*ENDLESS, "--model=tests.parallel.plugins:throttled", "--audit-every=2"]
 STARTED_S, ENDED_S = 90.0, 60.0
 
 
@@ -250,7 +251,7 @@ def test_nothing_is_left_by_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """Fails if workers or the process of the metrics outlive the launcher, workers do not save
     before they go, or the metrics, as Prometheus asks for them, are not those of the job.
     """
-    command = launch("--metrics-port=0", "--", *ENDLESS, "--audit-every=2", controller="mpi")
+    command = launch("--metrics-port=0", "--", *WITH_SLOW_RANK, controller="mpi")
     with started(command, tmp_path) as job:
         job.wait_for(r"^step 7/")
         (url,) = re.findall(r"^hvdtrain launch: .*metrics: (http://\S+)$", job.text, re.MULTILINE)
@@ -271,23 +272,27 @@ def read_metrics(url: str) -> dict[tuple[object, ...], float]:
 
 def check_metrics(url: str, folder: Path) -> None:
     """Compare the metrics with the records of the run, and with the page."""
-    deadline = time.monotonic() + STARTED_S
-    while (samples := read_metrics(url))[("hvdtrain_steps_total",)] < 7:
+    deadline, host = time.monotonic() + STARTED_S, ("host", socket.gethostname())
+    slow = ("hvdtrain_straggler_ratio", host, ("phase", "compute"), ("rank", "1"))
+    while slow not in (samples := read_metrics(url)):
         assert time.monotonic() < deadline, samples
         time.sleep(0.2)
+    assert samples[slow] > 1.4
+    assert samples[("hvdtrain_steps_total",)] >= 7
     lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [record["train_loss"] for record in map(json.loads, lines) if "lr" in record]
     assert samples[("hvdtrain_loss",)] in losses
     assert samples[("hvdtrain_planned_steps",)] == 100_000
-    assert samples[("hvdtrain_audits_total", ("kind", "exchange"))] >= 3
+    assert samples[("hvdtrain_audits_total", ("kind", "exchange"))] >= 15, "after 30 steps"
     for rank in ("0", "1"):
-        labels = (("host", socket.gethostname()), ("rank", rank))
+        labels = (host, ("rank", rank))
         assert samples[("hvdtrain_rank_up", *labels)] == 1
         assert samples[("hvdtrain_rank_step", *labels)] >= 1  # reported once a second
         assert samples[("hvdtrain_rank_last_sign_seconds", *labels)] < 10
     with urlopen(url.removesuffix("metrics"), timeout=10) as answer:
         page = answer.read().decode()
     assert " of 100,000</dd>" in page and "2 of 2 running" in page
+    assert f"rank 1 on {host[1]} is slow: compute " in page
     assert re.search(r"^(<.*>)?step \d+/", page.partition("Last lines")[2], re.MULTILINE)
 
 
