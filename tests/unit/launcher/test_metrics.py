@@ -97,6 +97,7 @@ def test_a_process_that_does_not_read_delays_nothing() -> None:
     with serving() as server:
         get(server.url)
         os.kill(server._process.pid, signal.SIGSTOP)
+        until(lambda: process_state(server._process.pid) == "T")
         began_s, watch = time.monotonic(), watch_of(step=8)
         for number in range(200):
             server.notice(f"{number} {'x' * 5000}")
