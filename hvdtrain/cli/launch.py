@@ -24,6 +24,7 @@ from hvdtrain.cli.flags import (
     ssh_options,
     wrong_flags,
 )
+from hvdtrain.cli.metrics import METRICS_FLAGS, read_endpoint
 from hvdtrain.cli.worker_command import (
     check_command,
     check_train,
@@ -52,6 +53,7 @@ from hvdtrain.launcher.horovodrun import (
 from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
 from hvdtrain.launcher.job import JobPlan, LaunchJob, job_argv
 from hvdtrain.launcher.logs import Logs
+from hvdtrain.launcher.metrics import Endpoint, MetricsServer
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.ssh import SshSetup
@@ -116,6 +118,7 @@ FLAGS = (  # named as in horovodrun where it has them
         metavar="N",
         check=at_least(1),
     ),
+    METRICS_FLAGS,
     Flag("--dry-run", "print horovodrun's command; contact no host", bool),
     Flag("--plain", "print plain lines, no live view, on a terminal too", bool),
     Flag("--verbose", "log details to horovodrun.log; print settings", bool),
@@ -137,6 +140,7 @@ class Launch:
     config: TrainConfig | None  # None for other commands than `train`
     logs_follow: bool = False  # a script's move to the folder of its run
     note: str = ""  # on the name of a new run, if another run has the one that was asked for
+    endpoint: Endpoint | None = None  # of metrics
 
 
 def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
@@ -150,6 +154,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
     taken = attempt(problems, lambda: take_slots(hosts, workers)) if hosts else None
     problems += _check(arguments, workers if hosts else 0)
     ssh = attempt(problems, lambda: ssh_options(arguments))
+    endpoint = read_endpoint(arguments, problems)
     many = len({host.address for host in taken or ()})
     controller = attempt(problems, lambda: find_controller(arguments["controller"], many))
     config = attempt(problems, lambda: read_train(command))
@@ -177,7 +182,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
     log_dir, follow = _log_dir(arguments["log_dir"], config), not (config or arguments["log_dir"])
-    return Launch(plan, log_dir, config, follow, note)
+    return Launch(plan, log_dir, config, follow, note, endpoint)
 
 
 def _hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
@@ -237,13 +242,14 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     launch = read_launch(arguments, problems)
     if arguments["dry_run"]:
         return _dry_run(launch)
+    metrics = MetricsServer(launch.endpoint, launch.plan.typed) if launch.endpoint else None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # workers' output may not fit its encoding
             stream.reconfigure(errors="replace")
     started_s = time.time()
     since_s = started_s if launch.config is None else time_at(launch.config.folder)
     stop = StopRequests()
-    view = make_view(launch.plan.workers, sys.stdout, launch.log_dir, arguments["plain"])
+    view = make_view(launch.plan.workers, sys.stdout, launch.log_dir, arguments["plain"], metrics)
     logs = Logs(launch.log_dir, view.line, launch.logs_follow)
     try:
         workers = counted(launch.plan.workers, "worker")

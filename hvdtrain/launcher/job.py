@@ -172,7 +172,7 @@ class LaunchJob:
                 channel=channel,
                 logs=self._logs,
                 limits=plan.limits,
-                watch=Watch([Rank(number) for number in range(plan.workers)]),
+                watch=Watch([Rank(number) for number in range(plan.workers)], restarts=start),
                 requested=lambda: list(self._stop.numbers),
                 show=self._show,
             )

@@ -31,6 +31,7 @@ class Rank:
     step: int = 0
     phase: str = BEGUN
     silent_s: float = 0.0
+    heard_s: float = field(default_factory=time.monotonic)  # time of its last report
     busy_s: float | None = None  # own time in a step
     speaks: bool = False  # whether it reports phases: a worker of hvdtrain
     exit_code: int | None = None  # minus n after signal n
@@ -78,6 +79,7 @@ class Rank:
     def take(self, report: dict[str, Any]) -> None:
         """Update the state from an agent's report."""
         self.step, self.phase = int(report["step"]), str(report["phase"])
+        self.heard_s = time.monotonic()
         self.busy_s, self.speaks = report["busy_s"], bool(report["speaks"])
         silence_s = time.monotonic() - self.spoke_s  # the only sign of progress of other scripts
         self.silent_s = float(report["silent_s"]) if self.speaks else silence_s

@@ -35,11 +35,12 @@ LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
 
 @dataclass
 class Watch:
-    """The state of a job, for the view."""
+    """The state of one start of a job, for the view."""
 
     ranks: list[Rank]
     figures: dict[str, Any] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
+    restarts: int = 0
 
 
 class Supervisor:

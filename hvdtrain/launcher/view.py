@@ -19,6 +19,8 @@ from hvdtrain.log import counted, discard, duration, few, has_screen, rate, writ
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from hvdtrain.launcher.metrics import MetricsServer
+
 RANKS_SHOWN = 16
 SLOW = 1.2  # multiple of the median of the ranks' own time in a step
 SILENT_S = 10.0
@@ -26,11 +28,25 @@ REFRESH_S = 0.5
 PLAIN = ("", "waiting", "ended")  # descriptions of healthy ranks
 
 
-def make_view(workers: int, stream: TextIO, logs: Path, plain: bool = False) -> SteadyView:
-    """Return a live view on a terminal, unless `plain`, else plain lines; it never blocks."""
+def make_view(
+    workers: int,
+    stream: TextIO,
+    logs: Path,
+    plain: bool = False,
+    metrics: MetricsServer | None = None,
+) -> SteadyView:
+    """Return a live view on a terminal, unless `plain`, else plain lines; it never blocks.
+
+    `metrics` is started, receives notices and the state of the job, and is closed with the view.
+    """
     output = cast(TextIO, Output(stream))
     view = (PlainView if plain or not has_screen(stream) else LiveView)(workers, output)
-    return SteadyView(view, stream, logs)
+    if metrics:
+        metrics.start()
+    steady = SteadyView(view, stream, logs, metrics)
+    if metrics:
+        steady.notice(f"status page: {metrics.url}, metrics: {metrics.url}metrics")
+    return steady
 
 
 class PlainView:
@@ -186,8 +202,14 @@ class SteadyView:
     terminal or pipe is closed, all are dropped, and the job continues.
     """
 
-    def __init__(self, view: PlainView, stream: TextIO, logs: Path) -> None:
-        self.view, self._stream, self._logs = view, stream, logs
+    def __init__(
+        self,
+        view: PlainView,
+        stream: TextIO,
+        logs: Path,
+        metrics: MetricsServer | None = None,
+    ) -> None:
+        self.view, self._stream, self._logs, self._metrics = view, stream, logs, metrics
         self._lines: list[str] = []
         self._waiting = self._left_out = 0
         self._frame: Watch | None = None
@@ -200,6 +222,8 @@ class SteadyView:
     def notice(self, text: str) -> None:
         """Show a line of the launcher; these are never dropped."""
         self._put(log.shown(f"hvdtrain launch: {text}"))
+        if self._metrics:
+            self._metrics.notice(text)
 
     def line(self, rank: int, text: str) -> None:
         """Show a worker's line; drop it if too much output is waiting."""
@@ -214,6 +238,10 @@ class SteadyView:
 
     def update(self, watch: Watch) -> None:
         """Show the state of the job, at most every REFRESH_S seconds."""
+        if self._metrics and not self._metrics.update(watch):
+            self._metrics.close()
+            self._metrics = None
+            self.notice("metrics and status page have ended; the job continues without them")
         now = time.monotonic()
         if now - self._framed_s >= REFRESH_S:
             self._framed_s = now
@@ -228,6 +256,8 @@ class SteadyView:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        if self._metrics:
+            self._metrics.close()
 
     def _put(self, text: str) -> None:
         with self._changed:

@@ -5,6 +5,8 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from hvdtrain.train.job import Job
 from hvdtrain.train.metering import Totals
 from hvdtrain.train.progress import Outcome
 
+AUDITS = ("audit", "compute_audit")  # in the summary, each with its counts
+SLOWEST_SHOWN = 8  # of those that `launch` shows
 CAUSE = ".failed"  # in the run directory: the failure of a rank other than 0
 
 
@@ -110,20 +114,20 @@ class RunLedger(Ledger):
         )
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
-        step = resumed["step"] if resumed else 0
+        step, before = (resumed["step"], resumed["progress"]) if resumed else (0, {})
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
         self._events = EventLog(directory, step, self._takeaway.get("classes", ()), trackers)
         figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
         self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
-        before = resumed["progress"] if resumed else {}
         head = before.get("trace")
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
         at_start = _summary_at_start(exchange, job, self._evaluated, config["virtual_workers"])
         self._summary = at_start | provenance | before.get("summary", {})
         self._summary |= {"resumed_from": step if resumed else None, "trace": head}
-        for audit in ("audit", "compute_audit"):
+        for audit in AUDITS:
             self._summary[audit] |= before.get(audit, {})
         self._stragglers = Stragglers(hosts, step, self._summary["stragglers"])
+        pulse.show(total_steps=job.total_steps, before={"steps": step, **self._audit_counts()})
         for change in changes(before.get("machine", {}), self._summary["machine"]):
             say(f"resume: {change}: bits may differ from those of the uninterrupted run")
 
@@ -132,13 +136,16 @@ class RunLedger(Ledger):
         gpu = self._read_gpu()
         lines = self._stragglers.judge(totals.of_ranks, totals.step, totals.step_s)
         self._summary["stragglers"] = self._stragglers.records
-        self._events.interval_end(totals, lr, gpu, self._stragglers.current)
+        slow = self._stragglers.current
+        self._events.interval_end(totals, lr, gpu, slow)
         self._pulse.show(
             epoch=totals.epoch,
             loss=totals.loss,
             samples_per_s=totals.samples_per_s,
             step_s=totals.step_s,
             total_steps=self._job.total_steps,
+            stragglers=sorted(slow, key=itemgetter("ratio"))[-SLOWEST_SHOWN:],
+            **self._audit_counts(),
         )
         self._console.interval_end(totals, lr, gpu)
         self._console.notes(totals.step, lines)
@@ -165,6 +172,7 @@ class RunLedger(Ledger):
             "failed": audit["failed"] + (not record.ok),
             "worst_error_over_bound": worst,
         }
+        self._pulse.show(**self._audit_counts())
         self._events.audited(record)
 
     def recomputed(self, step: int, ok: bool) -> None:
@@ -178,7 +186,7 @@ class RunLedger(Ledger):
     def progress(self) -> dict[str, Any]:
         names = ("epochs", "steps", "samples_seen", "train_loss", "bad_samples", "best")
         return {
-            **{name: dict(self._summary[name]) for name in ("audit", "compute_audit", "machine")},
+            **{name: dict(self._summary[name]) for name in (*AUDITS, "machine")},
             "trace": self._trace.head if self._trace.head["records"] else None,
             "summary": {
                 name: self._summary[name] for name in (*names, "stragglers", *self._evaluated)
@@ -244,6 +252,11 @@ class RunLedger(Ledger):
             say(way_on(self.checkpoints.complete(), "script" in self._takeaway["config"]))
         self._events.close(self._summary)
         self._directory.close()
+
+    def _audit_counts(self) -> dict[str, int]:
+        """Return how many audits were done and failed, by kind: 'audit_checked' and so on."""
+        counts = product(AUDITS, ("checked", "failed"))
+        return {f"{audit}_{count}": self._summary[audit][count] for audit, count in counts}
 
     def _read_gpu(self) -> dict[str, float]:
         gpu = self._gpu.read()

@@ -166,11 +166,11 @@ def medians_of_others(values: Sequence[float]) -> list[float]:
     return [median_without(bisect_left(ordered, value)) for value in values]
 
 
-def lines_of(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def lines_of(records: Iterable[Mapping[str, Any]], verb: str = "was") -> Iterator[str]:
     """Yield a line for each of the `records` of a run, as its summary holds them."""
     for record in records:
         if record.keys() >= STRAGGLER.keys() and 0 < record["ratio"] < LARGEST:
-            yield _line(record, "was")
+            yield _line(record, verb)
 
 
 def _line(record: Mapping[str, Any], verb: str) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import yaml
 
 from hvdtrain import __version__
@@ -14,8 +13,8 @@ from hvdtrain.records.stragglers import lines_of
 from hvdtrain.report.charts import Plot, look_of, write_plots
 from hvdtrain.report.plots import draw_plots
 from hvdtrain.report.runs import Record, Run, number
+from hvdtrain.report.templates import HERE, load_template
 
-HERE = Path(__file__).parent
 PAGE = "index.html"
 NOTHING = "–"
 HASH_LETTERS = 12
@@ -54,15 +53,7 @@ def write_page(template: Path, plots: Sequence[Plot], folder: Path, **values: An
 
     The template may include those in this folder. Raises UsageError where they cannot be written.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, HERE]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    content = {"plots": plots, "version": __version__, **values}
-    text = environment.get_template(template.name).render(content)
+    text = load_template(template).render({"plots": plots, "version": __version__, **values})
     return write_plots(plots, folder, {PAGE: text})[-1]
 
 

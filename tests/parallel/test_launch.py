@@ -6,15 +6,18 @@ import json
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.parallel.launching import (
     environment_of,
@@ -29,6 +32,7 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "launched.py")
 TRAIN = ["train", "--model=lenet", "--data=synthetic:1x28x28,samples=256", "--experiment=run"]
 TRAIN += ["--global-batch-size=20", "--checkpoint-interval=5", "--log-interval=1"]
 ENDLESS = [*TRAIN, "--max-steps=100000", "--eval-interval=100000"]
+WITH_SLOW_RANK = [*ENDLESS, "--model=tests.parallel.plugins:throttled", "--audit-every=2"]
 STARTED_S, ENDED_S = 90.0, 60.0
 
 
@@ -244,12 +248,52 @@ def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_by_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """Fails if workers outlive the launcher, or do not save before they go."""
-    with started(launch("--", *ENDLESS, controller="mpi"), tmp_path) as job:
+    """Fails if workers or the process of the metrics outlive the launcher, workers do not save
+    before they go, or the metrics, as Prometheus asks for them, are not those of the job.
+    """
+    command = launch("--metrics-port=0", "--", *WITH_SLOW_RANK, controller="mpi")
+    with started(command, tmp_path) as job:
         job.wait_for(r"^step 7/")
+        (url,) = re.findall(r"^hvdtrain launch: .*metrics: (http://\S+)$", job.text, re.MULTILINE)
+        check_metrics(url, tmp_path)
         job.process.kill()
         job.end()
         assert read_summary(tmp_path)["status"] == "stopped"
+
+
+def read_metrics(url: str) -> dict[tuple[object, ...], float]:
+    """Return the samples, as Prometheus asks for them: (name, labels) -> value."""
+    request = Request(url, headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    with urlopen(request, timeout=10) as answer:
+        assert answer.headers.get_content_type() == "application/openmetrics-text"
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {(s.name, *sorted(s.labels.items())): s.value for f in families for s in f.samples}
+
+
+def check_metrics(url: str, folder: Path) -> None:
+    """Compare the metrics with the records of the run, and with the page."""
+    deadline, host = time.monotonic() + STARTED_S, ("host", socket.gethostname())
+    slow = ("hvdtrain_straggler_ratio", host, ("phase", "compute"), ("rank", "1"))
+    while slow not in (samples := read_metrics(url)):
+        assert time.monotonic() < deadline, samples
+        time.sleep(0.2)
+    assert samples[slow] > 1.4
+    assert samples[("hvdtrain_steps_total",)] >= 7
+    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [record["train_loss"] for record in map(json.loads, lines) if "lr" in record]
+    assert samples[("hvdtrain_loss",)] in losses
+    assert samples[("hvdtrain_planned_steps",)] == 100_000
+    assert samples[("hvdtrain_audits_total", ("kind", "exchange"))] >= 15, "after 30 steps"
+    for rank in ("0", "1"):
+        labels = (host, ("rank", rank))
+        assert samples[("hvdtrain_rank_up", *labels)] == 1
+        assert samples[("hvdtrain_rank_step", *labels)] >= 1  # reported once a second
+        assert samples[("hvdtrain_rank_last_sign_seconds", *labels)] < 10
+    with urlopen(url.removesuffix("metrics"), timeout=10) as answer:
+        page = answer.read().decode()
+    assert " of 100,000</dd>" in page and "2 of 2 running" in page
+    assert f"rank 1 on {host[1]} is slow: compute " in page
+    assert re.search(r"^(<.*>)?step \d+/", page.partition("Last lines")[2], re.MULTILINE)
 
 
 def test_nobody_reads_what_is_printed(tmp_path: Path) -> None:

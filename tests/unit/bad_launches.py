@@ -151,6 +151,65 @@ CASES = [
     ),
     launch("watchdog-nan", "-np 2 --watchdog-timeout-s nan -- train", "--watchdog-timeout-s=nan: "),
     launch("start-inf", "-np 2 --start-timeout-s inf -- train", "--start-timeout-s=inf: |seconds"),
+    launch(
+        "metrics-port", "-np 2 --metrics-port 65536 -- train", "--metrics-port=65536: |1 to 65535"
+    ),
+    launch("metrics-word", "-np 2 --metrics-port x -- train", "--metrics-port: invalid int value"),
+    launch(
+        "metrics-alone",
+        "-np 2 --metrics-host ::1 --metrics-token-file t -- train",
+        "--metrics-host: applies to metrics; add --metrics-port PORT|--metrics-token-file: applies",
+    ),
+    launch(
+        "metrics-host",
+        "-np 2 --metrics-port 0 --metrics-host no.invalid -- train",
+        "--metrics-host=no.invalid: no such address; give one",
+    ),
+    launch(
+        "metrics-open",
+        "-np 2 --metrics-port 0 --metrics-host 0.0.0.0 -- train",
+        "--metrics-host=0.0.0.0: others could read|add --metrics-token-file FILE|secrets",
+    ),
+    launch(
+        "metrics-no-token",
+        "-np 2 --metrics-port 0 --metrics-token-file t -- train",
+        "--metrics-token-file=t: No such file or directory",
+    ),
+    launch(
+        "metrics-token-short",
+        "-np 2 --metrics-port 0 --metrics-token-file t -- train",
+        "--metrics-token-file=t: must hold one word of 16 characters or more|secrets",
+        2,
+        write("t", "fifteen-letters\n"),
+    ),
+    launch(
+        "metrics-token-words",
+        "-np 2 --metrics-port 0 --metrics-token-file t -- train",
+        "--metrics-token-file=t: must hold one word",
+        2,
+        write("t", "several words of a phrase"),
+    ),
+    launch(
+        "metrics-token-bytes",
+        "-np 2 --metrics-port 0 --metrics-token-file t -- train",
+        "--metrics-token-file=t: holds other characters than ASCII",
+        2,
+        write("t", b"\xff" * 20),
+    ),
+    launch(
+        "metrics-address-of-others",
+        "-np 2 --metrics-port 0 --metrics-host 192.0.2.1 --metrics-token-file t -- train",
+        "--metrics-port=0: cannot listen on 192.0.2.1: ",
+        2,
+        write("t", "a-token-of-24-characters"),
+    ),
+    launch(
+        "metrics-library",
+        "-np 2 --metrics-port 9400 -- train",
+        "--metrics-port=9400: prometheus_client is not installed: pip install 'hvdtrain[metrics]'",
+        2,
+        lambda here, monkeypatch: monkeypatch.setitem(sys.modules, "prometheus_client", None),
+    ),
     launch("start-word", "-np 2 --start-timeout-s soon -- train", "invalid float value: 'soon'"),
     launch(
         "controller", "-np 2 --controller ucx -- train", "--controller: invalid choice: 'ucx'|gloo"

@@ -14,6 +14,7 @@ from hvdtrain.cli.flags import add_all, read_train_flags
 from hvdtrain.cli.launch import FLAGS, SCRIPT_WATCHDOG_S, WATCHDOG_S, Launch, read_launch
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.metrics import Endpoint
 
 TRAIN = [*module_argv("hvdtrain.cli"), "train"]
 SLURM = {
@@ -75,6 +76,12 @@ def test_flags_are_heard(tmp_path: Path) -> None:
     assert (plan.ssh.port, plan.ssh.identity_file) == (2222, Path("key"))
     assert (plan.limits.start_timeout_s, plan.limits.watchdog_timeout_s) == (7.5, 9.0)
     assert launch.log_dir == Path("here")
+    assert launch.endpoint is None
+    Path("token").write_text("a-token-of-24-characters\n")
+    metrics = ("--metrics-port", "9400", "--metrics-host", "::", "--metrics-token-file", "token")
+    launch = read("-np", "1", *metrics, "--", "train")
+    assert launch.endpoint == Endpoint("::", 9400, "a-token-of-24-characters")
+    assert "token" not in repr(launch.endpoint)
 
 
 @pytest.mark.parametrize(

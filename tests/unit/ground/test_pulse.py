@@ -72,7 +72,7 @@ def test_the_agent_reports_phase_and_step(pipe: Pipe) -> None:
     pulse.show(loss=0.25, samples_per_s=None)
     report = pipe.hear()
     assert (report["phase"], report["step"]) == ("step", 12)
-    assert pipe.agent.take_figures() == {"loss": 0.25, "samples_per_s": None}
+    assert pipe.agent.take_figures() == {"epoch": 2, "loss": 0.25, "samples_per_s": None}
     assert pipe.agent.take_figures() == {}
     pulse.end(PeerFailure("rank 1 has gone"))
     assert pipe.hear()["peer"] is True
