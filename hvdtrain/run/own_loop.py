@@ -33,13 +33,20 @@ from hvdtrain.run.script import (
     LoopEnded,
     Script,
     ScriptTask,
+    TrialLoss,
     as_one,
     directed_steps,
     in_words_of_script,
     is_directed,
     next_loop,
 )
-from hvdtrain.run.script_input import Samples, problems_of, read_options, read_samples
+from hvdtrain.run.script_input import (
+    Samples,
+    problems_of,
+    read_options,
+    read_samples,
+    trial_problems,
+)
 from hvdtrain.run.training import Session, TrainingRun, join_session, of_this_job, training_run
 from hvdtrain.tasks import Finalize
 from hvdtrain.topology import Topology
@@ -74,6 +81,8 @@ class Loop:
     refused. `gathers`: the loop calls `all_gather` for each batch. `on_evaluation`: called on every
     worker with each evaluation of the run (`.loss`, `.metrics`, and `.step` and `.epoch`, numbered
     as of the step), before the state is saved; after a resume not with those that were made before.
+    `trial_loss`: returns the loss of a batch, given the model, as the loop does; with it
+    `micro_batch="auto"` tries what fits in memory, before the loop.
 
     `options`: those of `hvdtrain train` by name, with its defaults (`experiment`: the name of the
     script). Not those of the model, the data, the optimizer and the learning rate, which are the
@@ -107,6 +116,7 @@ class Loop:
         save_frozen: bool = True,
         gathers: bool = False,
         on_evaluation: Callable[[Evaluation], object] | None = None,
+        trial_loss: TrialLoss | None = None,
         **options: Unpack[LoopOptions],
     ) -> None:
         """Check what is given; raises UsageError with every problem."""
@@ -124,8 +134,13 @@ class Loop:
             save_frozen=save_frozen,
             gathers=gathers,
             on_evaluation=on_evaluation,
+            trial_loss=trial_loss,
         )
-        problems = problems_of(self._script, train, valid, (valid is None) != (evaluate is None))
+        has_half = (valid is None) != (evaluate is None)
+        problems = [
+            *problems_of(self._script, train, valid, has_half),
+            *trial_problems(self._script, self._config.batch.micro_batch),
+        ]
         refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
         data = read_samples(self._script.path.name, train, valid, self._config.run.seed)
         self._script = replace(self._script, data=data)

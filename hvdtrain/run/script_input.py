@@ -57,6 +57,18 @@ def _finalize_problems(script: Script, valid: Any) -> Iterator[str]:
         yield "finalize: name its figures, such as valid_metrics=['auc']"
 
 
+def trial_problems(script: Script, micro_batch: str | None) -> Iterator[str]:
+    """Yield what is wrong with the function for trials of a micro-batch in memory."""
+    loss: Any = script.trial_loss
+    if loss is not None and not callable(loss):
+        yield f"trial_loss={loss!r:.60}: is not callable: give a function of model and batch"
+    if loss is None and micro_batch is not None:
+        yield (
+            f"micro_batch={micro_batch!r}: the passes of a script are in its loop, and cannot be "
+            "tried before: give trial_loss, a function of model and batch that returns the loss"
+        )
+
+
 def read_samples(name: str, train: Samples, valid: Samples | None, seed: int) -> Splits:
     """Return the samples of a script as splits. Raises UsageError."""
     splits = {"train": split_of(train, seed)}
