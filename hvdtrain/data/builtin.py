@@ -153,8 +153,8 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
 def _ways_to_fashion_mnist() -> str:
     return (
         f"Put the IDX files there, unpacked or as .gz, or give their folder, or that which holds "
-        f"{FASHION_FOLDER}, by --data-dir. Debian and Ubuntu have them: apt-get install "
-        f"{DEBIAN_PACKAGE} puts them into {DEBIAN_FOLDER}, where they are read without --data-dir"
+        f"{FASHION_FOLDER}, by --data-dir. Debian has them: apt-get install {DEBIAN_PACKAGE} puts "
+        f"them into {DEBIAN_FOLDER}, where they are read without --data-dir"
     )
 
 

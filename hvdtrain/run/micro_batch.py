@@ -6,7 +6,7 @@ All ranks take the same number of passes. Nothing is exchanged or updated meanwh
 prepared again afterwards.
 
 The number changes how sums are rounded, so the run records it as `grad_accum_steps`, and a resume
-on as many workers keeps it.
+keeps it.
 """
 
 import gc
@@ -50,33 +50,28 @@ def fit_micro_batch(
     resumed: Resumed,
     script: Script | None,
 ) -> TrainConfig:
-    """Collective: return the configuration with as few passes a step as fit in memory.
+    """Collective: return the configuration with as few passes a step as fit in memory; those
+    of a run that is resumed are kept.
 
-    Those of a resumed run are kept for as many workers, and with virtual workers for any number;
-    fewer workers have more samples each, and may need more passes. Raises AgreedFailure on the CPU,
-    and UsageError unless a pass over one sample, or over those of a virtual worker, fits.
+    Raises AgreedFailure on the CPU, and UsageError unless a pass over one sample, or over those of
+    a virtual worker, fits.
     """
-    virtual = config.batch.virtual_workers is not None
-    recorded, same = resumed.grad_accum_steps, resumed.workers in (None, exchange.size)
-    first = recorded or config.batch.grad_accum_steps
+    first = resumed.grad_accum_steps or config.batch.grad_accum_steps
     config = _with_passes(config, first)
-    on_cpu = choose_device(config.model.device, topology).type == "cpu"
-    if recorded and (virtual or on_cpu or same):
+    if resumed.grad_accum_steps:
         _tell(f"--grad-accum-steps={first}, as before", exchange, script)
         return config
     job = run_on_all(
         exchange,
         "micro_batch",
-        lambda: prepare(
-            _on_gpu(config, on_cpu), global_batch_size, source, exchange, topology, script
-        ),
+        lambda: _prepare_on_gpu(config, global_batch_size, source, exchange, topology, script),
     )
     passes, samples = _passes_that_fit(job, first, exchange, script)
     device = job.device
     del job  # and its model, before there is another one
     _free(device)
     largest = f"--grad-accum-steps={passes}, with {counted(samples, 'sample')} at most in a pass"
-    if virtual and passes > first:
+    if config.batch.virtual_workers is not None and passes > first:
         raise UsageError(
             "--micro-batch=auto: the device has no memory for a pass over the samples of a "
             "virtual worker. How many passes it makes belongs to the experiment, so it is not "
@@ -97,15 +92,22 @@ def _tell(text: str, exchange: Exchange, script: Script | None) -> None:
         say(as_options(line) if script else line)
 
 
-def _on_gpu(config: TrainConfig, on_cpu: bool) -> TrainConfig:
-    """Return the configuration. Raises UsageError if its device is the CPU."""
-    if on_cpu:
+def _prepare_on_gpu(
+    config: TrainConfig,
+    global_batch_size: int,
+    source: TaskData,
+    exchange: Exchange,
+    topology: Topology,
+    script: Script | None,
+) -> Job:
+    """Return the job of this rank. Raises UsageError if its device is the CPU."""
+    if choose_device(config.model.device, topology).type == "cpu":
         raise UsageError(
             "--micro-batch=auto: the run computes on the CPU, where a process that fills the "
             "memory is ended without an error that could be caught: leave it out, or choose "
             "--grad-accum-steps"
         )
-    return config
+    return prepare(config, global_batch_size, source, exchange, topology, script)
 
 
 def _passes_that_fit(

@@ -76,11 +76,6 @@ class Resumed:
     rank_weights: str | None = None  # those that it was started with
     grad_accum_steps: int | None = None
 
-    @property
-    def workers(self) -> int | None:
-        """Return the number of workers of the checkpoint; None without one."""
-        return len(self.state["ranks"]) if self.state else None
-
 
 @dataclass(frozen=True)
 class Resumable:

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from tests.device.fake_gpu import let_train
-from tests.device.running import VIRTUAL, check_same, remove, script, train
+from tests.device.running import VIRTUAL, check_same, hvdtrain, remove, script, train
 
 # Passes over 960 and 480 samples need more memory than FITTING_BYTES, those over 240 less.
 FITTED = ["--model=tests.device.models:small", "--data=digits", "--global-batch-size=960"]
@@ -47,6 +47,7 @@ def check_micro_batch(folder: Path) -> None:
     printed = train(folder, "auto", flags, "cuda")  # all would fit
     assert f"micro-batch: {fitted}, as before" in printed and "step-00000001" in printed, printed
     check_same(folder / "auto", folder / "fixed")
+    assert "3 steps agreed" in hvdtrain("replay", folder / "auto", "--trust-code")
     printed = train(folder, "whole", [*FITTED, "--micro-batch=auto"], "cuda")
     assert "micro-batch: --grad-accum-steps=1, with 960 samples" in printed, printed
     with limited(20_000):

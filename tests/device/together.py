@@ -34,7 +34,7 @@ PAIRS = {
     "compressed": [*SMALL, "--max-steps=3", "--compression=fp16", "--channels-last"],
 }
 EXPERIMENTS: dict[str, list[str]] = {
-    "virtual": [*VIRTUAL, *AUDITED, "--audit=exact", "--audit-compute=1"],
+    "virtual": [*VIRTUAL, *AUDITED, "--audit=exact", "--audit-compute=1", "--micro-batch=auto"],
     **{f"{name}-{it}": [*own, f"--device={it}"] for name, own in PAIRS.items() for it in DEVICES},
     "resumed": [*PLAIN, *AUDITED, "--resume=auto"],
     "fitted": [*FITTED, "--sync-bn", "--micro-batch=auto"],

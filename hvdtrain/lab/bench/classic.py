@@ -5,7 +5,6 @@ batch and twice the learning rate. Epoch times cover the training steps, as in t
 """
 
 import json
-import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -219,12 +218,13 @@ def as_json(plan: ClassicPlan, results: Results) -> dict[str, Any]:
 def draw_classic(plan: ClassicPlan, results: Results) -> Plot:
     """Plot our speed-ups over one worker and the published ones."""
     cases = list(results)
-    series = {f"hvdtrain, {plan.data}": [speed_ups(results)[case] for case in cases]}
+    ours: list[float | None] = [*speed_ups(results).values()]
+    series = {f"hvdtrain, {plan.data}": ours}
     for name, others in (("notebooks, two GPUs", NOTEBOOKS), ("quoted, two GPUs", QUOTED)):
         series[name] = [
             others[case.model, 1, 256].epoch_s / others[case.key].epoch_s
             if case.key in others
-            else math.nan
+            else None
             for case in cases
         ]
     figure = charts.new_figure()
@@ -232,8 +232,8 @@ def draw_classic(plan: ClassicPlan, results: Results) -> Plot:
     width = 0.8 / len(series)
     for number, (factors, colour) in enumerate(zip(series.values(), charts.PALETTE, strict=False)):
         first = (number - (len(series) - 1) / 2) * width
-        shown = [(first + i, factor) for i, factor in enumerate(factors) if factor == factor]
-        bars = axes.bar(*zip(*shown, strict=True), width * 0.9, color=colour)
+        there = {first + i: factor for i, factor in enumerate(factors) if factor is not None}
+        bars = axes.bar(list(there), list(there.values()), width * 0.9, color=colour)
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     titles = [
         f"{case.model}\n{counted(case.workers, 'worker')}\nbatch {case.global_batch_size}"

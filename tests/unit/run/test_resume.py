@@ -421,8 +421,7 @@ def test_a_micro_batch_is_not_chosen_again(unfinished: Path) -> None:
     config = unfinished / "config.yaml"
     recorded = {"grad_accum_steps": 4, "micro_batch": None}
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | recorded))
-    resumed = find(unfinished, micro_batch="auto").resumed
-    assert (resumed.grad_accum_steps, resumed.workers) == (4, 1)
+    assert find(unfinished, micro_batch="auto").resumed.grad_accum_steps == 4
     with pytest.raises(UsageError, match="give --grad-accum-steps 4"):
         find(unfinished)
 
