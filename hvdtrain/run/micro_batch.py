@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -157,15 +158,28 @@ def _make_passes(job: Job, loaded: Loaded, exchange: Exchange, script: Script | 
     for _ in range(2):
         batch = loaded.on(job.device)
         with job.update.autocast():
-            if script is None:
-                loss = job.task.loss(job.model, batch).loss
-            else:
-                assert script.trial_loss is not None
-                loss = script.trial_loss(job.model, batch)
+            loss = trial_loss(job, batch, script)
         job.update.scale(loss).backward()
         del batch, loss
     torch.accelerator.synchronize(job.device)
     del reserved
+
+
+def trial_loss(job: Job, batch: Any, script: Script | None) -> torch.Tensor:
+    """Return the loss of a batch, of the task or of the script's function. Raises UsageError."""
+    if script is None:
+        return job.task.loss(job.model, batch).loss
+    assert script.trial_loss is not None
+    loss: Any = script.trial_loss(job.model, batch)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    shown = (
+        f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+    )
+    raise UsageError(
+        f"hvdtrain.Loop: trial_loss returned {shown:.80}: expected the loss of the batch, one value "
+        "with a gradient"
+    )
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

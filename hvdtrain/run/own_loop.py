@@ -40,13 +40,7 @@ from hvdtrain.run.script import (
     is_directed,
     next_loop,
 )
-from hvdtrain.run.script_input import (
-    Samples,
-    problems_of,
-    read_options,
-    read_samples,
-    trial_problems,
-)
+from hvdtrain.run.script_input import Samples, problems_of, read_options, read_samples
 from hvdtrain.run.training import Session, TrainingRun, join_session, of_this_job, training_run
 from hvdtrain.tasks import Finalize
 from hvdtrain.topology import Topology
@@ -123,7 +117,7 @@ class Loop:
         report_uncaught()
         if isinstance(train, DataLoader) and "batch_size" not in options and has_batch_size(train):
             options = {"global_batch_size": batch_size_of(train), **options}
-        self._config, self._is_named = read_options(options)
+        self._config, self._is_named = read_options(options, trial_loss)
         self._stack = ExitStack()
         self._script = Script(
             path=Path(sys.argv[0]),
@@ -134,16 +128,11 @@ class Loop:
             save_frozen=save_frozen,
             gathers=gathers,
             on_evaluation=on_evaluation,
-            trial_loss=trial_loss,
         )
-        has_half = (valid is None) != (evaluate is None)
-        problems = [
-            *problems_of(self._script, train, valid, has_half),
-            *trial_problems(self._script, self._config.batch.micro_batch),
-        ]
+        problems = problems_of(self._script, train, valid, (valid is None) != (evaluate is None))
         refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
         data = read_samples(self._script.path.name, train, valid, self._config.run.seed)
-        self._script = replace(self._script, data=data)
+        self._script = replace(self._script, data=data, trial_loss=trial_loss)
 
     def __enter__(self) -> Loop:
         """Collective: join the other workers, prepare the run, and resume it if that is wanted."""
