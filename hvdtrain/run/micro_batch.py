@@ -21,12 +21,14 @@ import torch
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import VirtualShares
-from hvdtrain.data.feeding import Loaded
+from hvdtrain.data.feeding import Feed, Loaded
+from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import run_on_all
 from hvdtrain.exchange.gradients import parameters_of
 from hvdtrain.log import counted, say
+from hvdtrain.ring import split_evenly
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.resume import Resumed
 from hvdtrain.run.script import Script, as_options
@@ -134,13 +136,10 @@ def _passes_that_fit(
 
 def _try(job: Job, passes: int, exchange: Exchange, script: Script | None) -> tuple[int, bool]:
     """Return the samples of this rank's largest pass, and whether it fits in memory."""
-    feed = replace(job.feed, micro_batches=passes)
-    data = feed.step(next(iter(job.sampler.global_batches(0))), exchange.rank)
-    sizes = [len(feed.extent(data.samples, *of_pass)[0]) for of_pass in data.passes]
-    if not any(sizes):
+    first_batch = next(iter(job.sampler.global_batches(0)))
+    loaded, samples = largest_pass(replace(job.feed, micro_batches=passes), first_batch, exchange)
+    if loaded is None:
         return 0, True
-    largest = sizes.index(max(sizes))
-    loaded = next(itertools.islice(data.batches, largest, None))
     with _as_before(job):
         try:
             _make_passes(job, loaded, exchange, script)
@@ -149,7 +148,19 @@ def _try(job: Job, passes: int, exchange: Exchange, script: Script | None) -> tu
             fits = False
             if not is_out_of_memory(error):
                 raise
-    return max(sizes), fits
+    return samples, fits
+
+
+def largest_pass(feed: Feed, batch: Indices, exchange: Exchange) -> tuple[Loaded | None, int]:
+    """Return the largest part of a global batch that this rank computes in one pass, and how many
+    samples it has; None if it has no part.
+    """
+    data = feed.step(batch, exchange.rank)
+    cuts = [batch[part] for part in split_evenly(len(batch), feed.micro_batches)]
+    sizes = [len(feed.shares.of(cuts[number], share)) for share, number in data.passes]
+    if not any(sizes):
+        return None, 0
+    return next(itertools.islice(data.batches, sizes.index(max(sizes)), None)), max(sizes)
 
 
 def _make_passes(job: Job, loaded: Loaded, exchange: Exchange, script: Script | None) -> None:
@@ -171,14 +182,13 @@ def trial_loss(job: Job, batch: Any, script: Script | None) -> torch.Tensor:
         return job.task.loss(job.model, batch).loss
     assert script.trial_loss is not None
     loss: Any = script.trial_loss(job.model, batch)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
-    shown = (
-        f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-    )
+    is_tensor = isinstance(loss, torch.Tensor)
+    if is_tensor and loss.numel() == 1 and loss.requires_grad:
+        return loss  # type: ignore[no-any-return]
+    shown = f"a tensor of shape {list(loss.shape)}" if is_tensor else repr(loss)
     raise UsageError(
-        f"hvdtrain.Loop: trial_loss returned {shown:.80}: expected the loss of the batch, one value "
-        "with a gradient"
+        f"hvdtrain.Loop: trial_loss returned {shown:.80}: expected the loss of the batch, a tensor "
+        "of one value with a gradient"
     )
 
 

@@ -11,9 +11,17 @@ import torch
 
 import hvdtrain
 from hvdtrain.config.options import LOOP_OPTIONS
-from hvdtrain.data import TensorSplit
+from hvdtrain.data import (
+    GlobalBatchSampler,
+    PlacedShares,
+    Shares,
+    SharesLike,
+    TensorSplit,
+    VirtualShares,
+)
+from hvdtrain.data.feeding import Feed
 from hvdtrain.errors import AgreedFailure, UsageError
-from hvdtrain.run.micro_batch import is_out_of_memory, trial_loss
+from hvdtrain.run.micro_batch import is_out_of_memory, largest_pass, trial_loss
 
 
 def loop(folder: Path, **options: Any) -> hvdtrain.Loop:
@@ -43,6 +51,32 @@ def test_the_cpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AgreedFailure, match=r"^micro_batch='auto': the run computes on the CPU"):
         fitted.__enter__()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("passes", [1, 2, 5, 40])
+@pytest.mark.parametrize(
+    "shares",
+    [
+        Shares(3),
+        Shares(3, (1, 0, 2)),
+        PlacedShares([12, 18], [0, 1, 1], [1.0] * 3),  # each host can read its own samples alone
+        VirtualShares(Shares(4), [1, 3, 0]),
+    ],
+    ids=["even", "weights", "per host", "virtual"],
+)
+def test_the_largest_pass_of_a_rank_is_tried(shares: SharesLike, passes: int) -> None:
+    """Fails if a smaller pass is tried, or none where a rank has some; then memory would run out in
+    training.
+    """
+    numbers = torch.arange(30)
+    sampler = GlobalBatchSampler(30, 20, 0)
+    feed = Feed(TensorSplit(numbers, numbers), sampler, shares, passes, everyone=False)
+    batch = next(iter(sampler.global_batches(0)))
+    for rank in range(3):
+        exchange: Any = SimpleNamespace(rank=rank)
+        loaded, samples = largest_pass(feed, batch, exchange)
+        of_rank = [one.samples for one in feed.step(batch, rank).batches]
+        assert samples == max(of_rank, default=0) == (loaded.samples if loaded else 0)
 
 
 @pytest.mark.parametrize(
