@@ -74,6 +74,11 @@ class BatchConfig(FlagGroup):
     grad_accum_steps: int = flag(
         1, "split each step into this many forward and backward passes", POSITIVE
     )
+    micro_batch: str | None = free_flag(
+        None,
+        "auto: at the start, raise --grad-accum-steps until a pass fits in the memory of each GPU",
+        Check(AUTO.__eq__, "={}: must be auto; --grad-accum-steps chooses a number of passes"),
+    )
     virtual_workers: int | None = flag(
         None,
         "divide each batch among this many virtual workers, so that any number of workers, at most "
@@ -92,6 +97,11 @@ class BatchConfig(FlagGroup):
         if None not in sizes:
             flags = "--batch-size={} and --global-batch-size={}".format(*sizes)
             problems.append(f"{flags}: give one of them (the first is per worker)")
+        if self.micro_batch == AUTO == self.rank_weights:
+            problems.append(
+                f"--micro-batch={AUTO} and --rank-weights={AUTO}: each is measured with the result "
+                "of the other: give weights, or --grad-accum-steps"
+            )
         return problems
 
     def resolve(self, workers: int) -> int:

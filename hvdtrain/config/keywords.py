@@ -20,6 +20,7 @@ class LoopOptions(TypedDict, total=False):
     global_batch_size: int | None
     batch_size: int | None
     grad_accum_steps: int
+    micro_batch: Literal["auto"] | None
     virtual_workers: int | None
     rank_weights: str | None
     clip_grad: float | None

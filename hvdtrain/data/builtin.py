@@ -1,15 +1,17 @@
 """Digits of scikit-learn, Fashion-MNIST, CIFAR-10 and synthetic images; torchvision's import.
 
 Sources: H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", arXiv:1708.07747; A. Krizhevsky, "Learning
-multiple layers of features from tiny images", 2009. torchvision downloads and reads both.
+multiple layers of features from tiny images", 2009. torchvision downloads both.
 """
 
+import gzip
 import importlib
 import importlib.util
 import re
 import socket
 import sys
 import types
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,8 @@ DIGITS_SHAPE = (1, 8, 8)
 LARGEST_PIXEL = 16
 VALID_EVERY = 5  # every fifth image of each class is for validation
 FASHION_FOLDER = Path("FashionMNIST", "raw")
+DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # of the package below
+DEBIAN_PACKAGE = "dataset-fashion-mnist"
 FASHION_SHAPE = (1, 28, 28)
 FASHION_NAMES = (
     *("t-shirt", "trouser", "pullover", "dress", "coat"),
@@ -38,6 +42,7 @@ FILES = tuple(
 )
 CIFAR10_FOLDER = Path("cifar-10-batches-py")
 CIFAR10_SHAPE = (3, 32, 32)
+UNSIGNED_BYTES = b"\x00\x00\x08"  # how an IDX file of them begins
 # torchvision's class, and the files whose presence makes a download unnecessary.
 KNOWN = {
     "fashion-mnist": ("FashionMNIST", [FASHION_FOLDER / name for name in FILES]),
@@ -79,39 +84,78 @@ def _of_ten_classes(
     return Dataset(name, shape, CLASSES, train, valid, names=names, images=ImageFormat(*shape))
 
 
+def fashion_files(data_dir: Path) -> tuple[dict[str, Path], list[str]]:
+    """Return the files of Fashion-MNIST by name, plain or compressed, and the names of those that
+    are missing in `data_dir`, where no folder has all: FashionMNIST/raw in `data_dir`, `data_dir`
+    itself, or that of Debian's package.
+    """
+    folders = (data_dir / FASHION_FOLDER, data_dir, DEBIAN_FOLDER)
+    in_folders = [_files_in(folder) for folder in folders]
+    files = next((held for held in in_folders if len(held) == len(FILES)), in_folders[0])
+    return files, [name for name in FILES if name not in files]
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    candidates = [(name, folder / f"{name}{end}") for name in FILES for end in (".gz", "")]
+    return {name: path for name, path in candidates if path.is_file()}
+
+
+def _read_idx(path: Path, dimensions: int) -> torch.Tensor:
+    """Return the unsigned bytes of an IDX file, plain or compressed. Raises ValueError, OSError,
+    EOFError and zlib.error for one that is damaged.
+    """
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        content = file.read()
+    if content[:4] != UNSIGNED_BYTES + bytes([dimensions]):
+        raise ValueError(f"{path.name} is not an IDX file of unsigned bytes")
+    start = 4 * (1 + dimensions)
+    lengths = np.frombuffer(content[4:start], ">u4").tolist()
+    values = np.frombuffer(content, np.uint8, offset=start)
+    return torch.from_numpy(values.reshape(lengths).copy())
+
+
 def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
     """Return 60,000 training and 10,000 validation images of 28x28, pixels from 0 to 1.
 
     Raises UsageError, with the missing or damaged files and their folder.
     """
-    folder = data_dir / FASHION_FOLDER
-    if missing := [name for name in FILES if not (folder / name).is_file()]:
+    files, missing = fashion_files(data_dir)
+    if missing:
         raise UsageError(
-            f"--data=fashion-mnist: missing in {folder}: {', '.join(missing)}. Put the unpacked "
-            "IDX files there, or name the folder that holds FashionMNIST/raw with --data-dir"
+            f"--data=fashion-mnist: missing in {data_dir / FASHION_FOLDER}: {', '.join(missing)}. "
+            f"{_ways_to_fashion_mnist()}"
         )
     splits = []
     for part in ("train", "t10k"):
+        images, labels_file = (files[name] for name in FILES if name.startswith(part))
         try:
-            read = import_torchvision().datasets.FashionMNIST(str(data_dir), train=part == "train")
-        except Exception as error:  # the parser raises errors of many types
+            read, labels = _read_idx(images, 3), _read_idx(labels_file, 1).to(torch.int64)
+        except (OSError, ValueError, EOFError, zlib.error) as error:
             raise UsageError(
-                f"--data=fashion-mnist: the {part}-* files in {folder} cannot be read "
-                f"({type(error).__name__}: {error}). Are they the unpacked originals?"
+                f"--data=fashion-mnist: the {part}-* files in {images.parent} cannot be read "
+                f"({type(error).__name__}: {error}). Are they the originals?"
             ) from error
-        inputs, labels = read.data.to(dtype).div_(255).unsqueeze(1), read.targets.to(torch.int64)
+        inputs = read.to(dtype).div_(255).unsqueeze(1)
         if len(inputs) != len(labels) or len(inputs) == 0:
             raise UsageError(
-                f"--data=fashion-mnist: {len(inputs)} images and {len(labels)} labels in {folder}: "
-                "the files do not belong together"
+                f"--data=fashion-mnist: {len(inputs)} images and {len(labels)} labels in "
+                f"{images.parent}: the files do not belong together"
             )
         if inputs.shape[1:] != FASHION_SHAPE or labels.max() >= CLASSES:
             raise UsageError(
                 "--data=fashion-mnist: images of another size than 28x28, or labels beyond "
-                f"{CLASSES - 1}, in {folder}: these are files of another data set"
+                f"{CLASSES - 1}, in {images.parent}: these are files of another data set"
             )
         splits.append(TensorSplit(inputs, labels))
     return _of_ten_classes("fashion-mnist", FASHION_SHAPE, splits, FASHION_NAMES)
+
+
+def _ways_to_fashion_mnist() -> str:
+    return (
+        f"Put the IDX files there, unpacked or as .gz, or give their folder, or that which holds "
+        f"{FASHION_FOLDER}, by --data-dir. Debian has them: apt-get install {DEBIAN_PACKAGE} puts "
+        f"them into {DEBIAN_FOLDER}, where they are read without --data-dir"
+    )
 
 
 def load_cifar10(data_dir: Path, dtype: torch.dtype) -> Dataset:
@@ -140,7 +184,10 @@ def fetch(name: str, data_dir: Path) -> None:
     to install by hand, if the download fails.
     """
     reader, files = KNOWN.get(name, ("", []))
-    if all((data_dir / file).is_file() for file in files):
+    if name == "fashion-mnist":
+        files = [FASHION_FOLDER / file for file in fashion_files(data_dir)[1]]
+    missing = [str(file) for file in files if not (data_dir / file).is_file()]
+    if not missing:
         return
     before = socket.getdefaulttimeout()
     try:
@@ -149,12 +196,13 @@ def fetch(name: str, data_dir: Path) -> None:
             socket.setdefaulttimeout(TIMEOUT_S)  # urllib has no default timeout
             getattr(import_torchvision().datasets, reader)(str(data_dir), download=True)
     except Exception as error:  # no network, no permission, a wrong checksum, a full disk
-        missing = [str(file) for file in files if not (data_dir / file).is_file()]
         reason = " ".join(str(error).split())
+        ways = f"Put there by hand: {', '.join(missing)} (unpacked), or give --data-dir"
+        if name == "fashion-mnist":
+            ways = f"Missing there: {', '.join(missing)}. {_ways_to_fashion_mnist()}"
         raise UsageError(
             f"--data={name}: its files are not in {data_dir}, and cannot be downloaded "
-            f"({type(error).__name__}: {reason}). Put there by hand: {', '.join(missing)} "
-            "(unpacked), or name the folder that holds them with --data-dir"
+            f"({type(error).__name__}: {reason}). {ways}"
         ) from error
     finally:
         socket.setdefaulttimeout(before)

@@ -33,6 +33,7 @@ from hvdtrain.run.script import (
     LoopEnded,
     Script,
     ScriptTask,
+    TrialLoss,
     as_one,
     directed_steps,
     in_words_of_script,
@@ -74,6 +75,8 @@ class Loop:
     refused. `gathers`: the loop calls `all_gather` for each batch. `on_evaluation`: called on every
     worker with each evaluation of the run (`.loss`, `.metrics`, and `.step` and `.epoch`, numbered
     as of the step), before the state is saved; after a resume not with those that were made before.
+    `trial_loss`: returns the loss of a batch, given the model, as the loop does; with it
+    `micro_batch="auto"` tries what fits in memory, before the loop.
 
     `options`: those of `hvdtrain train` by name, with its defaults (`experiment`: the name of the
     script). Not those of the model, the data, the optimizer and the learning rate, which are the
@@ -107,13 +110,14 @@ class Loop:
         save_frozen: bool = True,
         gathers: bool = False,
         on_evaluation: Callable[[Evaluation], object] | None = None,
+        trial_loss: TrialLoss | None = None,
         **options: Unpack[LoopOptions],
     ) -> None:
         """Check what is given; raises UsageError with every problem."""
         report_uncaught()
         if isinstance(train, DataLoader) and "batch_size" not in options and has_batch_size(train):
             options = {"global_batch_size": batch_size_of(train), **options}
-        self._config, self._is_named = read_options(options)
+        self._config, self._is_named = read_options(options, trial_loss)
         self._stack = ExitStack()
         self._script = Script(
             path=Path(sys.argv[0]),
@@ -128,7 +132,7 @@ class Loop:
         problems = problems_of(self._script, train, valid, (valid is None) != (evaluate is None))
         refuse(f"hvdtrain.Loop: {problem}" for problem in problems)
         data = read_samples(self._script.path.name, train, valid, self._config.run.seed)
-        self._script = replace(self._script, data=data)
+        self._script = replace(self._script, data=data, trial_loss=trial_loss)
 
     def __enter__(self) -> Loop:
         """Collective: join the other workers, prepare the run, and resume it if that is wanted."""

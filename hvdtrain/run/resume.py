@@ -74,6 +74,7 @@ class Resumed:
     state: dict[str, Any] | None = None  # None: no checkpoint, so start from the beginning
     finished: dict[str, Any] | None = None  # the summary, if the run has already finished
     rank_weights: str | None = None  # those that it was started with
+    grad_accum_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,12 @@ def _resumable_in(directory: RunDirectory, config: TrainConfig, size: int) -> Re
             f"resume: --bucket-bytes {now}, and {before or 'another size'} before: gradients are "
             "added in another order, so the last bits are not those of an uninterrupted run"
         )
-    resumed = Resumed(batch_size, state, rank_weights=stored.get("rank_weights"))
+    resumed = Resumed(
+        batch_size,
+        state,
+        rank_weights=stored.get("rank_weights"),
+        grad_accum_steps=stored.get("grad_accum_steps"),
+    )
     return Resumable(directory, resumed, checkpoint)
 
 
@@ -250,6 +256,8 @@ def _refuse_another_experiment(config: TrainConfig, stored: dict[str, Any], path
     stored = without_idle(defaults | stored, defaults)
     if config.batch.global_batch_size is None:  # a resumed run keeps its global batch
         wanted["global_batch_size"] = stored.get("global_batch_size")
+    if config.batch.micro_batch is not None:  # nor are its passes chosen again
+        wanted["grad_accum_steps"] = stored["grad_accum_steps"]
     problems = [
         f"{flag_of(option.name)}{_shown(wanted[option.name], ' is not given', '=')}: the run in "
         f"{path} was started {_shown(stored[option.name], 'without it', 'with ')}; a resumed run "

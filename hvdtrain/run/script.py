@@ -29,6 +29,7 @@ from hvdtrain.train.optimizers import UNSUITABLE
 from hvdtrain.train.step import Step
 
 Evaluate = Callable[[torch.nn.Module, Any], Sums]
+TrialLoss = Callable[[torch.nn.Module, Any], torch.Tensor]
 NOTHING = TensorSplit(torch.empty(0, 1), torch.empty(0, dtype=torch.int64))
 NO_DATA = Splits("", NOTHING, NOTHING)
 
@@ -79,6 +80,7 @@ class Script:
     save_frozen: bool = True
     gathers: bool = False
     on_evaluation: Callable[[Evaluation], object] | None = None
+    trial_loss: TrialLoss | None = None
     loop: int = 1  # its number among the loops of the script
 
 

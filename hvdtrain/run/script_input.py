@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.fields import AUTO
 from hvdtrain.config.keywords import OPTIONS
 from hvdtrain.config.options import LOOP_OPTIONS, build_config, from_python, nearest, train_options
 from hvdtrain.data import Split, Splits
@@ -67,9 +68,9 @@ def read_samples(name: str, train: Samples, valid: Samples | None, seed: int) ->
     return Splits(name, splits["train"], splits.get("valid", NOTHING))
 
 
-def read_options(options: Mapping[str, Any]) -> tuple[TrainConfig, bool]:
+def read_options(options: Mapping[str, Any], trial_loss: object = None) -> tuple[TrainConfig, bool]:
     """Return the configuration of a script's options, and whether it names the run. Raises
-    UsageError with every problem.
+    UsageError with every problem. `trial_loss`: the function for trials of a micro-batch.
     """
     outer = os.environ.get(LOOP_OPTIONS, "{}")
     try:
@@ -78,12 +79,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[TrainConfig, bool]:
         replaced = None
     if not isinstance(replaced, dict):
         raise UsageError(f'{LOOP_OPTIONS}={outer}: expected JSON, such as {{"virtual_workers": 6}}')
-    problems = []
-    if "auto" in (options.get("rank_weights"), replaced.get("rank_weights")):
-        problems.append(
-            "hvdtrain.Loop: rank_weights='auto': a script computes in its loop, so speeds cannot "
-            "be measured before: give weights, such as '1,1,2'"
-        )
+    problems = list(_measurement_problems({**options, **replaced}, trial_loss))
     problems += [
         f"{source}: unknown option {name!r}{_hint(name)}"
         for source, names in (("hvdtrain.Loop", options), (LOOP_OPTIONS, replaced))
@@ -99,6 +95,22 @@ def read_options(options: Mapping[str, Any]) -> tuple[TrainConfig, bool]:
                 problems.append(f"hvdtrain.Loop: {error}")
     is_named = "experiment" in options and "experiment" not in replaced
     return build_config(parsed, problems), is_named
+
+
+def _measurement_problems(options: Mapping[str, Any], trial_loss: object) -> Iterator[str]:
+    """Yield what cannot be measured before the loop of a script, which computes in it."""
+    if options.get("rank_weights") == AUTO:
+        yield (
+            "hvdtrain.Loop: rank_weights='auto': a script computes in its loop, so speeds cannot "
+            "be measured before: give weights, such as '1,1,2'"
+        )
+    if trial_loss is not None and not callable(trial_loss):
+        yield f"hvdtrain.Loop: trial_loss={trial_loss!r:.60}: is not callable: give a function"
+    if options.get("micro_batch") == AUTO and trial_loss is None:
+        yield (
+            "hvdtrain.Loop: micro_batch='auto': a script computes in its loop, so passes cannot be "
+            "tried before: give trial_loss, a function of model and batch that returns the loss"
+        )
 
 
 def _hint(name: str) -> str:

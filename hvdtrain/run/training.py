@@ -32,6 +32,7 @@ from hvdtrain.records.trackers import check_trackers, open_trackers
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.balance import balance
 from hvdtrain.run.hooks import RunKeeper, StepProfiler, find_order, make_audits
+from hvdtrain.run.micro_batch import fit_micro_batch
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
 from hvdtrain.run.resume import (
@@ -202,6 +203,8 @@ def _prepare(
         config, source = balance(
             config, source, batch_size, exchange, topology, resumed.rank_weights
         )
+    if config.batch.micro_batch == AUTO:
+        config = fit_micro_batch(config, source, batch_size, exchange, topology, resumed, script)
     job = run_on_all(
         exchange, "prepare", lambda: prepare(config, batch_size, source, exchange, topology, script)
     )

@@ -50,6 +50,9 @@ EQUIVALENT = {
     "run/balance.py: torch.accelerator.synchronize(job.device)": (
         "the device for tests computes at once, and speeds alone would change"
     ),
+    "run/micro_batch.py: torch.accelerator.synchronize(job.device)": (
+        "the device for tests computes at once"
+    ),
     "train/built.py: values[name].cpu()": (
         "a model of this rank takes the values, from whichever device"
     ),

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -32,7 +33,7 @@ from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.canonical import CanonicalSums
 from hvdtrain.ring.transports import in_process_ring
 from hvdtrain.topology import Topology
-from tests.device import running
+from tests.device import fitting, running
 from tests.device.fake_gpu import DEVICE, let_train
 from tests.device.running import (
     DEVICES,
@@ -43,6 +44,7 @@ from tests.device.running import (
     check_same,
     check_saved,
     hvdtrain,
+    remove,
     script,
     summary,
     train,
@@ -63,7 +65,7 @@ def check_plain(folder: Path) -> None:
     assert found["peak_gpu_mib"] == 1 and summary(folder / "cpu")["peak_gpu_mib"] is None
     shutil.copytree(folder / "cuda", folder / "resumed")
     for path in ("checkpoints/step-00000004", "summary.json"):
-        _remove(folder / "resumed" / path)
+        remove(folder / "resumed" / path)
     printed = train(folder, "resumed", [*PLAIN, "--resume=auto"], "cuda")
     assert "step-00000002" in printed and REPLAYED not in printed, printed
     check_same(folder / "resumed", folder / "cpu")
@@ -75,7 +77,7 @@ def check_resumed_elsewhere(folder: Path) -> None:
     for device, other in zip(DEVICES, reversed(DEVICES), strict=True):
         train(folder, f"from-{device}", VIRTUAL, device)
         for path in ("checkpoints/step-00000004", "summary.json"):
-            _remove(folder / f"from-{device}" / path)
+            remove(folder / f"from-{device}" / path)
         printed = train(folder, f"from-{device}", flags, other)
         assert "resume: device: " in printed and REPLAYED in printed, printed
     check_same(folder / "from-cuda", folder / "from-cpu")
@@ -103,7 +105,7 @@ def check_pictures(folder: Path) -> None:
     check_same(folder / "plain-cuda", folder / "plain-cpu")
     for name, own in (("cuda", ["--virtual-workers=2"]), ("plain-cuda", [])):
         for path in ("checkpoints/step-00000004", "summary.json"):
-            _remove(folder / name / path)
+            remove(folder / name / path)
         train(folder, name, [*flags, *own, "--resume=auto"], "cuda")
         check_same(folder / name, folder / name.replace("cuda", "cpu"))
     # Autocast leaves the types of this device as they are; with fp16 the optimizer is another one,
@@ -300,6 +302,8 @@ def check_two_workers(folder: Path) -> None:
     printed = hvdtrain("replay", two / "plain-cuda", "--trust-code")
     assert "4 steps agreed" in printed and REPLAYED not in printed, printed
     check_same(two / "loop-cuda", two / "loop-cpu")
+    assert yaml.safe_load((two / "fitted" / "config.yaml").read_text())["grad_accum_steps"] == 2
+    check_same(two / "fitted", two / "fitted-fixed")
 
 
 def _summed(sums: CanonicalSums, parameter: torch.nn.Parameter) -> None:
@@ -312,16 +316,9 @@ def _summed(sums: CanonicalSums, parameter: torch.nn.Parameter) -> None:
     sums.finish()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 CHECKS = {
     name.removeprefix("check_"): it
-    for name, it in list(globals().items())
+    for name, it in [*vars(fitting).items(), *globals().items()]
     if name.startswith("check_") and not hasattr(running, name)
 }
 AFTERWARDS = ("two_workers",)  # once the runs of `together` are there

@@ -7,6 +7,7 @@
 // - Random numbers come from a generator of its own.
 // - A copy to pinned memory that the host does not wait for (`non_blocking`) arrives when the host
 //   waits for the device, and not before; until then the memory holds other values.
+// - Memory has a limit, if `limit_memory` sets one, beyond which an allocation is refused.
 // - `waits` counts what makes the host wait for the device; `operations` what it starts on it.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -30,6 +31,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
 #include <torch/library.h>
+
+#include <malloc.h>
 
 #include <chrono>
 #include <mutex>
@@ -58,14 +61,27 @@ void count(std::atomic<int64_t>& number) {
 
 // ---- Memory ----
 
+int64_t memory_limit = -1;  // in bytes; -1: none
+std::atomic<int64_t> memory_used = 0;
+
+void free_memory(void* memory) {
+  memory_used -= malloc_usable_size(memory);
+  std::free(memory);
+}
+
 struct Allocator final : at::Allocator {
   at::DataPtr allocate(size_t bytes) override {
     TORCH_CHECK(own_device < 0 || current == own_device, "memory of device gpu:", int(current),
                 " asked for by the rank whose device is gpu:", int(own_device));
+    TORCH_CHECK_WITH(OutOfMemoryError,
+                     memory_limit < 0 || memory_used + int64_t(bytes) <= memory_limit,
+                     "gpu out of memory. Tried to allocate ", bytes, " bytes, of ", memory_limit,
+                     " in use: ", memory_used.load());
     void* memory = bytes ? std::malloc(bytes) : nullptr;
-    return {memory, memory, &std::free, Device(kGpu, current)};
+    memory_used += malloc_usable_size(memory);
+    return {memory, memory, &free_memory, Device(kGpu, current)};
   }
-  at::DeleterFnPtr raw_deleter() const override { return &std::free; }
+  at::DeleterFnPtr raw_deleter() const override { return &free_memory; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(to, from, bytes);
   }
@@ -450,6 +466,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", [] { return static_cast<int>(current); });
   m.def("set_device_count", [](int number) { device_count = number; });
   m.def("device_count", [] { return device_count; });
+  m.def("limit_memory", [](int64_t bytes) { memory_limit = bytes; });
+  m.def("memory_used", [] { return memory_used.load(); });
   m.def("synchronize", &Guard::wait);
   m.def("seed", [](uint64_t seed) {
     at::Generator own = generator();

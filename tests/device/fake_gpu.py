@@ -102,6 +102,7 @@ def _module(compiled: Any) -> Any:
     module.get_device_properties = properties
     module.max_memory_allocated = lambda device=None: 1 << 20
     module.reset_peak_memory_stats = lambda device=None: None
+    module.empty_cache = lambda: None
     return module
 
 

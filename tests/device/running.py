@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -31,9 +32,9 @@ def hvdtrain(*arguments: object, exit_code: int = 0) -> str:
     return _printed(["hvdtrain", *map(str, arguments)], main, exit_code)
 
 
-def script(*arguments: object) -> str:
+def script(*arguments: object, name: str = "own_loop.py") -> str:
     """Run a script of this folder in this process; return what it printed."""
-    path = str(Path(__file__).with_name("own_loop.py"))
+    path = str(Path(__file__).with_name(name))
 
     def run() -> int:
         script_module.loops = script_module.Loops()  # as in a process of its own
@@ -103,3 +104,11 @@ def check_same(one: Path, other: Path) -> None:
             kept = left.keys() - {"setting", "previous"}  # which name the step of a resume
             changed = [key for key in kept if left[key] != right[key]]
             assert not changed, (left["step"], changed)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

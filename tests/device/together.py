@@ -19,6 +19,7 @@ import torch
 
 from hvdtrain.topology import Topology
 from tests.device.fake_gpu import let_train
+from tests.device.fitting import FITTED, FITTING_BYTES, limited
 from tests.device.models import small
 from tests.device.running import DEVICES, PLAIN, SMALL, TASK, VIRTUAL
 
@@ -33,9 +34,11 @@ PAIRS = {
     "compressed": [*SMALL, "--max-steps=3", "--compression=fp16", "--channels-last"],
 }
 EXPERIMENTS: dict[str, list[str]] = {
-    "virtual": [*VIRTUAL, *AUDITED, "--audit=exact", "--audit-compute=1"],
+    "virtual": [*VIRTUAL, *AUDITED, "--audit=exact", "--audit-compute=1", "--micro-batch=auto"],
     **{f"{name}-{it}": [*own, f"--device={it}"] for name, own in PAIRS.items() for it in DEVICES},
     "resumed": [*PLAIN, *AUDITED, "--resume=auto"],
+    "fitted": [*FITTED, "--sync-bn", "--micro-batch=auto"],
+    "fitted-fixed": [*FITTED, "--sync-bn", "--grad-accum-steps=2"],
     "balanced": [*SMALL, "--max-steps=2", "--rank-weights=auto"],
     "lazy": [TASK, "--max-steps=2", "--global-batch-size=12", "--audit-compute=1"],
     "fp16": [TASK, "--max-steps=2", "--global-batch-size=12", "--amp=fp16", "--audit-compute=1"],
@@ -78,6 +81,8 @@ def prepared(folder: Path, compiled: Any, name: str) -> Iterator[None]:
 
             stack.enter_context(injected(name))
         stack.callback(compiled.set_device_count, 2)
+        if name == "fitted" and RANK == 1:  # 480 samples fit on rank 0 alone
+            stack.enter_context(limited(FITTING_BYTES))
         for variable, value in VARIABLES.get(name, {}).items():
             stack.enter_context(patch.dict(os.environ, {variable: value}))
         yield

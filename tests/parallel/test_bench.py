@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fashion import write_fashion_mnist
 from tests.parallel.cpu_as_gpu import write_gpus
 from tests.parallel.launching import CHECKOUT, CONTROLLERS, horovodrun, hvdtrain, run
 
@@ -140,16 +141,19 @@ def test_bench_start(tmp_path: Path) -> None:
 
 
 def test_bench_classic(tmp_path: Path) -> None:
-    """Fails if a setting does not run, or its figures are lost."""
-    target, plots = tmp_path / "classic.json", tmp_path / "plots"
-    flags = ["--epochs=2", "--rounds=1", "--data=digits", "--model=mlp", "--controller=gloo"]
+    """Fails if a setting does not run on files as Debian has them, or its figures are lost."""
+    target, plots, folder = tmp_path / "classic.json", tmp_path / "plots", tmp_path / "files"
+    write_fashion_mnist(folder, 1_024, 100)
+    flags = ["--epochs=2", "--model=lenet", f"--data-dir={folder}", "--controller=gloo"]
     finished = run(
         hvdtrain("bench", "classic", *flags, f"--json={target}", f"--output={plots}"), timeout_s=240
     )
     assert finished.exit_code == 0, finished.output
-    rows = json.loads(target.read_text())["rows"]
+    content = json.loads(target.read_text())
+    rows = content["rows"]
+    assert content["data"] == "fashion-mnist"
     assert [(row["workers"], row["global_batch_size"], row["lr"]) for row in rows] == [
-        *((1, 256, 0.1), (2, 256, 0.1), (2, 512, 0.2)),
+        *((1, 256, 0.2), (2, 256, 0.2), (2, 512, 0.4)),
     ]
     assert all(len(row["runs"][0]["epoch_s"]) == 2 for row in rows)
     accuracies = [row["runs"][0]["accuracy"] for row in rows]

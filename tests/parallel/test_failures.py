@@ -30,8 +30,8 @@ BAD_INPUT = {
         ["--bogus: no such flag", "--lr=-1.0: must be at least 0", "--epochs=0: must be above 0"],
     ),
     "missing data": (
-        ["--data=fashion-mnist", "--data-dir=/nowhere"],
-        ["rank 0: --data=fashion-mnist: its files are not in /nowhere, and cannot be downloaded"],
+        ["--data=cifar10", "--data-dir=/nowhere"],
+        ["rank 0: --data=cifar10: its files are not in /nowhere, and cannot be downloaded"],
     ),
 }
 

@@ -129,6 +129,8 @@ def unfit_for_every_n(config: TrainConfig, counts: tuple[int, ...]) -> list[str]
         f"--rank-weights={batch.rank_weights}: holds for one N only; leave it out": (
             batch.rank_weights not in (None, "auto")
         ),
+        f"--micro-batch={batch.micro_batch}: may choose other passes for each N; give "
+        "--grad-accum-steps": batch.micro_batch is not None and virtual is None,
     }
     for workers in counts:
         text = f"-np: {counted(workers, 'worker')} for --virtual-workers={virtual}: give at most"

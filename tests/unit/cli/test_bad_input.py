@@ -249,15 +249,21 @@ CASES = [
     # data by name
     case("data-near", "--data=imagenet", "--data=imagenet: unknown; choose from digits"),
     case("synthetic", "--data=synthetic:28x28", "--data=synthetic:28x28: expected synthetic:"),
-    case(
-        "fashion",
-        "--data=fashion-mnist",
-        "--data=fashion-mnist: |train-images-idx3-ubyte|--data-dir",
-    ),
     case("cifar10", "--data=cifar10", "--data=cifar10: |unreachable|batches.meta|--data-dir"),
     case("num-classes", "--num-classes=9", "--num-classes=9: digits has 10 classes"),
     case("num-classes-0", "--num-classes=0", "--num-classes=0: must be above 0"),
     case("batch", "--global-batch-size=2000", "--global-batch-size=2000: digits has only 1,433 s"),
+    case(
+        "micro-batch-cpu",
+        "--micro-batch=auto --device=cpu",
+        "--micro-batch=auto: the run computes on the CPU|--grad-accum-steps",
+    ),
+    case("micro-batch-8", "--micro-batch=8", "--micro-batch=8: must be auto|--grad-accum-steps"),
+    case(
+        "micro-batch-balanced",
+        "--micro-batch=auto --rank-weights=auto",
+        "--micro-batch=auto and --rank-weights=auto: each is measured|give weights",
+    ),
     case("rank-weights", "--rank-weights=1,2", "--rank-weights=1,2: |1 worker"),
     # weights
     case("pretrained-missing", "--pretrained=absent.pt", "--pretrained=absent.pt: no such file"),

@@ -39,7 +39,7 @@ OTHERS = {
         for bench in ("step", "checkpoint", "ring", "audit")
     },
     "bench classic --data": "Fashion-MNIST where it is present",
-    "bench classic --epochs": "the length of the published runs has no --max-steps beside it",
+    "bench classic --model": "both, unless one is given",
     "compare --global-batch-size": "there is no --batch-size beside it",
     "compare --dtype": "systems agree to rounding in float64",
     "plan --model": "a profile replaces it, which must not be given beside it",

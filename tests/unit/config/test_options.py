@@ -60,6 +60,8 @@ def sample(option: Option, number: int) -> object:
     """The first or second good value, each unlike the default."""
     if option.choices:
         return [choice for choice in option.choices if choice != option.default][-number]
+    if option.name == "micro_batch":
+        return "auto"
     if option.name == "profile":
         return f"{3 + number}-9"
     if option.name == "rank_weights":
@@ -136,6 +138,7 @@ def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
         *("eval_every", "log_to", "pretrained", "profile", "max_image_pixels", "single_worker"),
         *("trace_every", "audit_compute", "bucket_bytes", "grad_checkpointing"),
+        "micro_batch",
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 
@@ -282,6 +285,8 @@ def values(option: Option) -> st.SearchStrategy:
         return st.sampled_from(option.choices)
     if option.name == "experiment":
         return st.none() | TEXT.filter(lambda text: "/" not in text and text not in (".", ".."))
+    if option.name == "micro_batch":
+        return st.none() | st.just("auto")
     if option.name == "rank_weights":
         weights = st.lists(st.floats(1e-3, 1e6), min_size=1)
         return st.none() | weights.map(lambda some: ",".join(map(str, some)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import gzip
 from collections import Counter
 from pathlib import Path
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hvdtrain.data import Split, load_dataset
+from hvdtrain.data import Split, builtin, load_dataset
 from hvdtrain.errors import UsageError
 from hvdtrain.models import fit_dataset
+from tests.fashion import idx_bytes
 
 
 def everything(split: Split) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,15 +103,10 @@ def test_unknown_data_is_refused() -> None:
         load("cifar")
 
 
-def idx_bytes(values: np.ndarray, kind: int = 8) -> bytes:
-    """IDX: two zeros, the type (8: unsigned byte), the dimensions, their lengths, the data."""
-    header = struct.pack(f">HBB{values.ndim}I", 0, kind, values.ndim, *values.shape)
-    return header + values.astype(np.uint8).tobytes()
-
-
 @pytest.fixture
-def fashion(tmp_path: Path) -> Path:
+def fashion(tmp_path: Path, monkeypatch) -> Path:
     """Twelve training and five validation images as IDX files; returns their folder."""
+    monkeypatch.setattr(builtin, "DEBIAN_FOLDER", tmp_path / "debian")
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for part, samples in (("train", 12), ("t10k", 5)):
@@ -128,6 +124,35 @@ def test_fashion_mnist_is_read(fashion: Path) -> None:
     expected = torch.arange(2 * 784, 3 * 784).reshape(1, 28, 28) % 256
     assert torch.equal(inputs[1], expected.double() / 255)
     assert labels.tolist() == [1, 2] and labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("where", ["debian", "given", "raw"])
+def test_compressed_fashion_mnist_is_read(fashion: Path, where: str) -> None:
+    """Fails when files of Debian's package, or its folder given by --data-dir, are not read as the
+    unpacked ones are.
+    """
+    data_dir = fashion.parents[1]
+    plain = load("fashion-mnist", data_dir)
+    folder = {"debian": data_dir / "debian", "given": data_dir / "own", "raw": fashion}[where]
+    folder.mkdir(exist_ok=True)
+    for path in list(fashion.iterdir()):
+        (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    compressed = load("fashion-mnist", folder if where == "given" else data_dir)
+    for split, other in ((plain.train, compressed.train), (plain.valid, compressed.valid)):
+        batches = [one.batch(np.arange(len(one))) for one in (split, other)]
+        assert all(torch.equal(*pair) for pair in zip(*batches, strict=True))
+
+
+def test_a_damaged_archive_is_refused(fashion: Path) -> None:
+    """Fails when a compressed file that is cut short, or changed, ends in a traceback."""
+    name = "t10k-images-idx3-ubyte"
+    whole = gzip.compress((fashion / name).read_bytes())
+    (fashion / name).unlink()
+    for content in (whole[:-9], whole[:40] + b"X" * 20 + whole[60:], b"no gzip"):
+        (fashion / f"{name}.gz").write_bytes(content)
+        with pytest.raises(UsageError, match=r"--data=fashion-mnist: the t10k-\* files in "):
+            load("fashion-mnist", fashion.parents[1])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +185,8 @@ def test_missing_fashion_mnist_files_are_named(fashion: Path) -> None:
         (fashion / name).unlink()
     with pytest.raises(UsageError) as caught:
         load("fashion-mnist", fashion.parents[1])
-    assert all(name in str(caught.value) for name in [*missing, str(fashion), "--data-dir"])
+    texts = [*missing, str(fashion), "--data-dir", "apt-get install dataset-fashion-mnist"]
+    assert all(text in str(caught.value) for text in texts)
     assert "train-images-idx3-ubyte" not in str(caught.value)
 
 

@@ -44,6 +44,7 @@ class NoNetwork:
 @pytest.fixture
 def offline(monkeypatch) -> NoNetwork:
     fake = NoNetwork(OSError("Network is unreachable"))
+    monkeypatch.setattr(builtin, "DEBIAN_FOLDER", Path("/nowhere"))
     monkeypatch.setattr(builtin, "import_torchvision", lambda: fake)
     return fake
 
@@ -56,6 +57,7 @@ def test_offline_the_files_are_named(name: str, offline: NoNetwork, tmp_path: Pa
         builtin.fetch(name, folder)
     files = builtin.KNOWN[name][1]
     assert all(str(file) in str(caught.value) for file in files)
+    assert ("dataset-fashion-mnist" in str(caught.value)) == (name == "fashion-mnist")
     assert all(text in str(caught.value) for text in (str(folder), "unreachable", "--data-dir"))
     assert offline.timeouts == [builtin.TIMEOUT_S] and socket.getdefaulttimeout() is None
 
@@ -71,7 +73,7 @@ def test_only_missing_files_are_named(offline: NoNetwork, tmp_path: Path) -> Non
     assert all(str(file) in str(caught.value) for file in missing)
 
 
-def test_nothing_is_fetched_without_need(offline: NoNetwork, tmp_path: Path) -> None:
+def test_nothing_is_fetched_without_need(offline: NoNetwork, tmp_path: Path, monkeypatch) -> None:
     """Fails when the network is asked for files that are there, or for data of no known source."""
     for file in builtin.KNOWN["fashion-mnist"][1]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +81,11 @@ def test_nothing_is_fetched_without_need(offline: NoNetwork, tmp_path: Path) -> 
     builtin.fetch("fashion-mnist", tmp_path)
     for name in ("digits", "imagefolder:images", "a.b:c", "unknown"):
         builtin.fetch(name, tmp_path / "none")
+    monkeypatch.setattr(builtin, "DEBIAN_FOLDER", tmp_path / "debian")
+    for file in builtin.FILES:
+        (tmp_path / "debian").mkdir(exist_ok=True)
+        (tmp_path / "debian" / f"{file}.gz").touch()
+    builtin.fetch("fashion-mnist", tmp_path / "none")
     assert offline.asked == [] and not (tmp_path / "none").exists()
 
 

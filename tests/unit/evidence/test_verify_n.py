@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.config import TrainConfig
+from hvdtrain.config import BatchConfig, TrainConfig
 from hvdtrain.evidence.trials import Trial
 from hvdtrain.evidence.verify_n.causes import causes_of_processes
 from hvdtrain.evidence.verify_n.certificate import unfit_for_every_n
@@ -268,12 +268,14 @@ def test_refused_configurations(tmp_path: Path) -> None:
 
 def test_more_workers_than_virtual_ones_are_refused() -> None:
     """Fails when N above V starts."""
-    batch = SimpleNamespace(batch_size=None, rank_weights=None, virtual_workers=4)
+    batch = BatchConfig(virtual_workers=4, micro_batch="auto")
     config = SimpleNamespace(batch=batch)
     assert unfit_for_every_n(config, (1, 4)) == []  # type: ignore[arg-type]
     (problem,) = unfit_for_every_n(config, (1, 4, 5))  # type: ignore[arg-type]
     assert "5 workers for --virtual-workers=4" in problem
     assert unfit_for_every_n(TrainConfig(), (1, 99)) == []
+    fitted = TrainConfig(batch=BatchConfig(micro_batch="auto"))
+    assert "--micro-batch=auto: may choose other passes" in unfit_for_every_n(fitted, (1, 2))[0]
 
 
 LOGS = {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.cli.bench import CLASSIC
+from hvdtrain.data import builtin
 from hvdtrain.data.builtin import FASHION_FOLDER, FILES
 from hvdtrain.errors import UsageError
 from hvdtrain.lab.bench.classic import (
@@ -24,7 +27,7 @@ from hvdtrain.lab.bench.rounds import measure
 from tests.unit.lab.test_bench_scaling import read
 
 PLAN = ClassicPlan(
-    model="lenet",
+    model=None,
     data="digits",
     data_dir="data",
     epochs=3,
@@ -56,8 +59,9 @@ def test_bad_flags_are_reported(flags: str, expected: str) -> None:
     assert any(expected in problem for problem in caught.value.problems)
 
 
-def test_fashion_mnist_where_all_of_it_is_there(tmp_path: Path) -> None:
+def test_fashion_mnist_where_all_of_it_is_there(tmp_path: Path, monkeypatch) -> None:
     """Fails if a file that is missing is noticed only by the runs."""
+    monkeypatch.setattr(builtin, "DEBIAN_FOLDER", tmp_path / "none")
     (tmp_path / FASHION_FOLDER).mkdir(parents=True)
     for name in FILES:
         assert data_that_is_there(tmp_path) == "digits"
@@ -74,16 +78,31 @@ def test_the_first_epoch_is_left_out() -> None:
     assert epoch_time([ClassicResult([9.0], 0.5)]) == 9.0
 
 
+def test_the_rows_that_are_measured() -> None:
+    """Fails if a model cannot be chosen alone, or its epochs cannot be fewer."""
+    assert {case.model for case in SETTINGS} == set(CLASSIC)
+    assert replace(PLAN, epochs=None).settings == [*SETTINGS]
+    lenet = replace(PLAN, model="lenet", epochs=1).settings
+    assert [(case.model, case.workers, case.epochs) for case in lenet] == [
+        *(("lenet", 1, 1), ("lenet", 2, 1), ("lenet", 2, 1)),
+    ]
+
+
 def test_table_json_and_plot(tmp_path: Path) -> None:
     """Fails if ours and the published figures are not beside one another, with speed-ups."""
-    results = measure(SETTINGS, PLAN.rounds, run, tmp_path, lambda line: None)
+    results = measure(PLAN.settings, PLAN.rounds, run, tmp_path, lambda line: None)
     found = [" ".join(line.split()) for line in table(PLAN, results).splitlines()]
-    assert found[2:5] == [
-        "1 256 0.1 4.000 1.00x 0.7500 14.2 1.00x 2.6 1.00x",
-        "2 256 0.1 2.000 2.00x 0.7500 10.2 1.39x 2.6 1.00x",
-        "2 512 0.2 1.000 4.00x 0.7500 8.1 1.75x 2.4 1.08x",
+    assert found[2:7] == [
+        "lenet 1 256 0.2 3 4.000 1.00x 0.7500 1.8, 0.80 2.6",
+        "lenet 2 256 0.2 3 2.000 2.00x 0.7500 2.5, 0.84 2.6",
+        "lenet 2 512 0.4 3 1.000 4.00x 0.7500 - 2.4",
+        "resnet18-small 1 256 0.1 3 4.000 1.00x 0.7500 13.2, 0.93 14.2",
+        "resnet18-small 2 256 0.1 3 2.000 2.00x 0.7500 - 10.2",
     ]
-    rows = json.loads(json.dumps(as_json(PLAN, results)))["rows"]
-    assert [row["speed_up"] for row in rows] == [1.0, 2.0, 4.0]
-    assert [ClassicCase(r["workers"], r["global_batch_size"], r["lr"]) for r in rows] == [*SETTINGS]
+    assert "1day-notebooks" in found[8] and "7.3, 0.92" in found[8]
+    assert "without a source" in found[9] and "0.893 to 0.917" in found[9]
+    content = json.loads(json.dumps(as_json(PLAN, results)))
+    assert [row["speed_up"] for row in content["rows"]] == [1.0, 2.0, 4.0, 1.0, 2.0]
+    assert [row["model"] for row in content["rows"]] == [case.model for case in SETTINGS]
+    assert len(content["published"]) == 10
     assert len(draw_classic(PLAN, results).png) > 5000

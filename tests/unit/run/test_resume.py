@@ -416,6 +416,16 @@ def test_options_without_effect_need_not_be_given_again(unfinished: Path) -> Non
         find(unfinished, **idle)
 
 
+def test_a_micro_batch_is_not_chosen_again(unfinished: Path) -> None:
+    """Fails when `--micro-batch auto` does not take the passes that the run has recorded."""
+    config = unfinished / "config.yaml"
+    recorded = {"grad_accum_steps": 4, "micro_batch": None}
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | recorded))
+    assert find(unfinished, micro_batch="auto").resumed.grad_accum_steps == 4
+    with pytest.raises(UsageError, match="give --grad-accum-steps 4"):
+        find(unfinished)
+
+
 def test_free_options_may_change(unfinished: Path) -> None:
     """Fails when an option that teaches nothing cannot be changed on resume."""
     stored = yaml.safe_load((unfinished / "config.yaml").read_text())
