@@ -64,17 +64,16 @@ class StepSums:
 
     def add(self, sums: Sums, bad: int = 0, row: int = 0) -> None:
         """Add the sums of a batch to a row; `bad`: number of samples that could not be read."""
-        loss, on_host = sums.loss.detach(), self._host_sums[row]
         metrics = [sums.metrics[name].detach() for name in self._metrics]
+        loss, on_host = sums.loss.detach(), self._host_sums[row]
         on_host[COUNT] += sums.samples
         on_host[BAD] += bad
         if self._computed.numel():
             computed = [loss, ~loss.isfinite(), *metrics]
             self._computed[row] += torch.stack([value.double() for value in computed])
             return
-        figures = [value.item() for value in (loss, *metrics)]
-        figures.insert(1, not math.isfinite(figures[0]))
-        on_host[LOSS:] = _added(on_host[LOSS:], figures)
+        figures = map(float, (loss, not math.isfinite(loss), *metrics))
+        on_host[LOSS:] = _added(on_host[LOSS:], [*figures])
 
     def mark(self, column: int, applies: bool = True) -> None:
         """Note that this rank has left the loop (LEFT), or asks to end the run (END)."""
@@ -112,10 +111,9 @@ class StepSums:
         self._host_sums = [_joined(one, other) for one, other in rows]
 
     def _rows(self) -> torch.Tensor:
-        host_sums = torch.tensor(self._host_sums, dtype=torch.float64)
-        if not self._computed.numel():
-            return host_sums
-        return torch.cat([to_device(host_sums, self._computed.device), self._computed], dim=1)
+        host_sums, computed = torch.tensor(self._host_sums, dtype=torch.float64), self._computed
+        on_device = [to_device(host_sums, computed.device), computed]
+        return torch.cat(on_device, dim=1) if computed.numel() else host_sums
 
     def total(self) -> list[float]:
         """Collective: wait for the reduction; return the sums over all ranks."""
@@ -144,8 +142,7 @@ class StepSums:
 
 def _sum_of_rows(rows: torch.Tensor) -> list[float]:
     """Return the sum of rows that are apart, in their order."""
-    sums: list[float] = (rows[0] if len(rows) == 1 else rows.sum(0)).tolist()
-    return sums
+    return list((rows[0] if len(rows) == 1 else rows.sum(0)).tolist())
 
 
 def _joined(sums: Sequence[float], further: Sequence[float]) -> list[float]:
