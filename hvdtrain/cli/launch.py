@@ -115,6 +115,7 @@ FLAGS = (  # named as in horovodrun where it has them
         metavar="N",
         check=at_least(1),
     ),
+    Flag("--detach", "go on in the background, without a terminal, once the checks passed", bool),
     Flag("--dry-run", "print horovodrun's command; contact no host", bool),
     Flag("--plain", "print plain lines, no live view, on a terminal too", bool),
     Flag("--verbose", "log details to horovodrun.log; print settings", bool),
