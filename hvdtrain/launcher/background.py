@@ -26,6 +26,7 @@ from hvdtrain.log import complain, moment, say, write_all
 
 LOCK = ".lock"
 KEPT = 100  # records of jobs that have ended
+MOST_SHOWN = 1 << 20  # bytes of the output of checks
 POLL_S = 0.2
 KINDS = {"pid": int, "begin": int, "exit_code": (int,)}  # of the fields that hold no text
 
@@ -82,13 +83,12 @@ def run_in_background(
     In the new process, return the exit code of the work. `work` receives the function by which to
     report, which also keeps the record of the job up to date.
     """
-    path = logs.folder / OUTPUT
-    with open_kept(path) as output:
-        begin = path.stat().st_size
+    with open_kept(logs.folder / OUTPUT) as output:
+        begin = os.fstat(output.fileno()).st_size
         reader, writer = os.pipe()
         if child := os.fork():
             os.close(writer)
-            return _await_start(child, reader, path, begin)
+            return _await_start(child, reader, output.fileno(), begin)
         os.close(reader)
         _leave_terminal(output.fileno())
     record = _Record(_register(name, command, logs.folder, begin), writer)
@@ -103,17 +103,16 @@ def run_in_background(
     return outcome.exit_code
 
 
-def _await_start(child: int, reader: int, path: Path, begin: int) -> int:
+def _await_start(child: int, reader: int, output: int, begin: int) -> int:
+    """Return as `run_in_background` does; the file `output` may have moved by then."""
     with os.fdopen(reader) as pipe:
         try:
             name = pipe.read()
         except KeyboardInterrupt:
             send_signal(signal.SIGINT, [child])
             name = pipe.read()
-    with open_bytes(path) as stream:
-        stream.seek(begin)
-        if text := stream.read().decode(errors="replace").rstrip("\n"):
-            (say if name else complain)(text)
+    if text := os.pread(output, MOST_SHOWN, begin).decode(errors="replace").rstrip("\n"):
+        (say if name else complain)(text)
     if not name:
         return shell_code(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     say(
@@ -223,7 +222,7 @@ def list_jobs() -> list[BackgroundJob]:
     """
     with suppress(OSError):
         jobs = [_read(path) for path in jobs_folder().glob("*.json")]
-        return sorted((job for job in jobs if job), key=lambda job: job.started)
+        return sorted((job for job in jobs if job), key=lambda job: (job.started, job.name))
     return []
 
 
