@@ -79,12 +79,12 @@ class Logs:
         line = self._partial[rank]
         lines = [line.end(piece) for piece in pieces]
         line.add(rest)
-        return self.shown(rank, lines)
+        return self._shown(rank, lines)
 
     def finish(self, rank: int) -> list[str]:
         """Return the last line of a worker that has ended, if it is unterminated."""
         rest = self._partial[rank].end()
-        return self.shown(rank, [rest] if rest else [])
+        return self._shown(rank, [rest] if rest else [])
 
     def _shown(self, rank: int, lines: list[str]) -> list[str]:
         if self.shown_ranks is None or rank in self.shown_ranks:

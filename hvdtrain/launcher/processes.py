@@ -132,8 +132,8 @@ def start_of(pid: int) -> str:
     """Return when a process was started, in ticks since the boot: with the boot and the pid this
     names one process. Empty if it has ended, also if nobody has reaped it.
     """
-    state, *numbers = _read(pid, "stat").rpartition(")")[2].split() or "Z"
-    return "" if state in "ZX" else numbers[18]
+    numbers = _read(pid, "stat").rpartition(")")[2].split()  # from the third on, the state
+    return "" if not numbers or numbers[0] in "ZX" else numbers[19]
 
 
 def descendants(pid: int) -> list[int]:

@@ -13,6 +13,7 @@ import termios
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.parallel.launching import (
     CHECKOUT,
@@ -77,7 +78,7 @@ def test_a_job_outlives_its_terminal(tmp_path: Path) -> None:
         assert done.returncode == code, done.stdout
         return done.stdout
 
-    def summary(name: str) -> dict[str, object]:
+    def summary(name: str) -> dict[str, Any]:
         return json.loads((tmp_path / "runs" / name / "summary.json").read_text())
 
     try:
@@ -94,6 +95,7 @@ def test_a_job_outlives_its_terminal(tmp_path: Path) -> None:
         assert "ended with exit code 143" in call(stop)
         assert summary("night")["status"] == "stopped"
         assert "night: ended with exit code 143" in call(listing)
+        start += f" --max-steps {summary('night')['steps'] + 10}"
         call(start)
         assert "stopped by SIGTERM" not in call(attach), "the output of the job before"
         assert not wait_until_gone(mark)
