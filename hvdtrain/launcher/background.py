@@ -28,6 +28,7 @@ LOCK = ".lock"
 KEPT = 100  # records of jobs that have ended
 MOST_SHOWN = 1 << 20  # bytes of the output of checks
 POLL_S = 0.2
+CTRL_C = (signal.SIGINT,)
 KINDS = {"pid": int, "begin": int, "exit_code": (int,)}  # of the fields that hold no text
 
 
@@ -86,6 +87,7 @@ def run_in_background(
     with open_kept(logs.folder / OUTPUT) as output:
         begin = os.fstat(output.fileno()).st_size
         reader, writer = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, CTRL_C)  # until both can respond
         if child := os.fork():
             os.close(writer)
             return _await_start(child, reader, output.fileno(), begin)
@@ -94,6 +96,7 @@ def run_in_background(
     record = _Record(_register(name, command, logs.folder, begin), writer)
     outcome = JobOutcome(EXIT_FAILED)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, CTRL_C)
         outcome = work(lambda: record.report(logs.folder))
     except Exception as error:
         outcome = JobOutcome(getattr(error, "exit_code", EXIT_FAILED), str(error))
@@ -107,6 +110,7 @@ def _await_start(child: int, reader: int, output: int, begin: int) -> int:
     """Return as `run_in_background` does; the file `output` may have moved by then."""
     with os.fdopen(reader) as pipe:
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, CTRL_C)
             name = pipe.read()
         except KeyboardInterrupt:
             send_signal(signal.SIGINT, [child])
