@@ -93,7 +93,7 @@ def run_in_background(
             return _await_start(child, reader, output.fileno(), begin)
         os.close(reader)
         _leave_terminal(output.fileno())
-    record = _Record(_register(name, command, logs.folder, begin), writer)
+    record = _Record(*_register(name, command, logs.folder, begin), writer)
     outcome = JobOutcome(EXIT_FAILED)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CTRL_C)
@@ -139,8 +139,9 @@ def _leave_terminal(output: int) -> None:
 class _Record:
     """The record of the job of this process."""
 
-    def __init__(self, job: BackgroundJob, writer: int) -> None:
-        self._job, self._writer = job, writer
+    def __init__(self, job: BackgroundJob, before: BackgroundJob | None, writer: int) -> None:
+        """`before`: the job whose record this one has replaced."""
+        self._job, self._before, self._writer = job, before, writer
         self._has_started = False
 
     def report(self, logs: Path) -> None:
@@ -154,9 +155,11 @@ class _Record:
             self._write(logs=folder)
 
     def end(self, outcome: JobOutcome) -> None:
-        """Record the end. A job that was never under way leaves no record."""
+        """Record the end. A job that was never under way leaves the records as they were."""
         if self._has_started:
             self._write(exit_code=outcome.exit_code, verdict=outcome.text, ended=moment())
+        elif self._before:
+            self._write(**asdict(self._before))
         else:
             record_of(self._job.name).unlink(missing_ok=True)
 
@@ -168,16 +171,19 @@ class _Record:
             complain(f"hvdtrain launch: {record_of(self._job.name)}: not written: {error.strerror}")
 
 
-def _register(name: str, command: str, logs: Path, begin: int) -> BackgroundJob:
-    """Record this process as a job, under NAME, or NAME-2 and so on where another one runs."""
+def _register(
+    name: str, command: str, logs: Path, begin: int
+) -> tuple[BackgroundJob, BackgroundJob | None]:
+    """Record this process as a job, under NAME, or NAME-2 and so on where another one runs. Return
+    its record, and the one that it replaces.
+    """
     path = record_of(name)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(path.parent):
-            name = next(
-                each.name
-                for each in candidates(Path(name))
-                if (job := _read(record_of(each.name))) is None or not job.runs
+            records = ((each.name, _read(record_of(each.name))) for each in candidates(Path(name)))
+            name, before = next(
+                (free, before) for free, before in records if not before or not before.runs
             )
             job = BackgroundJob(
                 name=name,
@@ -193,7 +199,7 @@ def _register(name: str, command: str, logs: Path, begin: int) -> BackgroundJob:
             _write(job)
             for old in [job for job in list_jobs() if not job.runs][:-KEPT]:
                 record_of(old.name).unlink(missing_ok=True)
-            return job
+            return job, before
     except OSError as error:
         reason = why_not_written(path, error)
         raise UsageError(
