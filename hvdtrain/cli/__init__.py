@@ -20,8 +20,8 @@ from hvdtrain.topology import Topology
 
 GROUPS = {  # as in `hvdtrain --help` and the README
     "train": (
-        *("train", "launch", "doctor", "stage", "evaluate", "predict", "export"),
-        "install-horovod",
+        *("train", "launch", "jobs", "attach", "logs", "stop", "doctor", "stage"),
+        *("evaluate", "predict", "export", "install-horovod"),
     ),
     "trust": ("verify", "verify-n", "verify-resume", "replay", "diff"),
     "measure": ("report", "bench", "compare", "plan"),

@@ -1,7 +1,6 @@
 """`hvdtrain launch`: preflight checks, workers, supervision, restarts and verdict."""
 
 import io
-import json
 import os
 import shlex
 import socket
@@ -9,8 +8,8 @@ import sys
 import time
 from argparse import REMAINDER
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from hvdtrain.cli.metrics import METRICS_FLAGS, read_endpoint
 from hvdtrain.cli.worker_command import (
     check_command,
     check_train,
+    job_name,
     numbered,
     read_command,
     read_train,
@@ -35,16 +35,9 @@ from hvdtrain.cli.worker_command import (
 )
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import Check, at_least
-from hvdtrain.errors import (
-    EXIT_OK,
-    HvdtrainError,
-    PeerFailure,
-    Stopped,
-    UsageError,
-    attempt,
-    refuse,
-)
+from hvdtrain.errors import EXIT_OK, HvdtrainError, Stopped, UsageError, attempt, refuse
 from hvdtrain.files import time_at
+from hvdtrain.launcher.background import run_in_background
 from hvdtrain.launcher.horovodrun import (
     SETTING_REASONS,
     find_controller,
@@ -57,11 +50,11 @@ from hvdtrain.launcher.metrics import Endpoint, MetricsServer
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.ssh import SshSetup
+from hvdtrain.launcher.supervise import Watch
 from hvdtrain.launcher.verdict import JobOutcome, is_of_stop
 from hvdtrain.launcher.view import make_view
 from hvdtrain.log import complain, counted, moment, say
-from hvdtrain.records.directory import RunDirectory
-from hvdtrain.records.folders import CONFIG, SUMMARY
+from hvdtrain.records.directory import complete_summary
 from hvdtrain.topology import Topology
 
 WATCHDOG_S, SCRIPT_WATCHDOG_S = 600.0, 3600.0
@@ -119,6 +112,7 @@ FLAGS = (  # named as in horovodrun where it has them
         check=at_least(1),
     ),
     METRICS_FLAGS,
+    Flag("--detach", "go on in the background, without a terminal, once the checks passed", bool),
     Flag("--dry-run", "print horovodrun's command; contact no host", bool),
     Flag("--plain", "print plain lines, no live view, on a terminal too", bool),
     Flag("--verbose", "log details to horovodrun.log; print settings", bool),
@@ -139,6 +133,7 @@ class Launch:
     log_dir: Path
     config: TrainConfig | None  # None for other commands than `train`
     logs_follow: bool = False  # a script's move to the folder of its run
+    name: str = "job"  # in the list of jobs
     note: str = ""  # on the name of a new run, if another run has the one that was asked for
     endpoint: Endpoint | None = None  # of metrics
 
@@ -182,7 +177,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
     log_dir, follow = _log_dir(arguments["log_dir"], config), not (config or arguments["log_dir"])
-    return Launch(plan, log_dir, config, follow, note, endpoint)
+    return Launch(plan, log_dir, config, follow, job_name(command, config), note, endpoint)
 
 
 def _hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
@@ -234,7 +229,9 @@ def _log_dir(log_dir: Path | None, config: TrainConfig | None) -> Path:
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
-    """Launch and return the exit code: that of the first failing worker, or 128 + n on signal n."""
+    """Launch and return the exit code: that of the first failing worker, or 128 + n on signal n.
+    With --detach, 0 once the workers are being started.
+    """
     if topology.launched:
         raise UsageError(
             "launch starts the workers itself: run it once, not under horovodrun, mpirun or srun"
@@ -246,11 +243,31 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # workers' output may not fit its encoding
             stream.reconfigure(errors="replace")
+    logs = Logs(launch.log_dir, lambda rank, text: None, launch.logs_follow)
+    supervise = partial(_supervise, launch, logs, metrics)
+    if not arguments["detach"]:
+        return supervise(arguments["plain"], lambda: None).exit_code
+    return run_in_background(launch.name, launch.plan.typed, logs, partial(supervise, True))
+
+
+def _supervise(
+    launch: Launch,
+    logs: Logs,
+    metrics: MetricsServer | None,
+    plain: bool,
+    report: Callable[[], None],
+) -> JobOutcome:
+    """Run a job to its end; show and return its outcome. `report` is called while workers run."""
     started_s = time.time()
     since_s = started_s if launch.config is None else time_at(launch.config.folder)
     stop = StopRequests()
-    view = make_view(launch.plan.workers, sys.stdout, launch.log_dir, arguments["plain"], metrics)
-    logs = Logs(launch.log_dir, view.line, launch.logs_follow)
+    view = make_view(launch.plan.workers, sys.stdout, logs.folder, plain, metrics)
+    logs.show = view.line
+
+    def show(watch: Watch) -> None:
+        report()
+        view.update(watch)
+
     try:
         workers = counted(launch.plan.workers, "worker")
         view.notice(f"{workers}, {_controller(launch.plan)}; logs: {logs.folder}")
@@ -258,18 +275,18 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
             view.notice(f"set {name}={value}: {SETTING_REASONS[name]}")
         if launch.note:
             view.notice(launch.note)
-        outcome = LaunchJob(launch.plan, logs, stop, view.notice, view.update).run()
+        outcome = LaunchJob(launch.plan, logs, stop, view.notice, show).run()
         _leave_summary(launch, outcome, started_s, since_s, view.notice)
     except Stopped as stopped:  # in the checks, or in a pause before a restart
         view.notice(str(stopped))
-        return stopped.exit_code
+        return JobOutcome(stopped.exit_code, str(stopped))
     finally:
         logs.close()
         view.close()
     if outcome.exit_code != EXIT_OK:
         complain(f"hvdtrain launch: {outcome.text}")
         complain(f"hvdtrain launch: exit code {outcome.exit_code}; logs in {logs.folder}")
-    return outcome.exit_code
+    return outcome
 
 
 def _dry_run(launch: Launch) -> int:
@@ -300,20 +317,11 @@ def _leave_summary(
     """
     if launch.config is None or outcome.exit_code == EXIT_OK:
         return
-    folder = launch.config.folder
-    path, config = folder / SUMMARY, folder / CONFIG
-    if not config.exists() or config.stat().st_mtime < since_s:  # rank 0 did not get so far
-        return
+    status = "stopped" if is_of_stop(outcome.exit_code) else "failed"
+    ending = {"status": status, "error": outcome.text, "exit_code": outcome.exit_code}
+    start = {"world_size": launch.plan.workers, "started": moment(started_s)}
     try:
-        held: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        is_current = path.exists() and path.stat().st_mtime >= since_s
-        if is_current and not str(held.get("error")).startswith(PeerFailure.__name__):
-            return
-        with closing(RunDirectory(folder, reopen=True)) as directory:
-            status = "stopped" if is_of_stop(outcome.exit_code) else "failed"
-            ending = {"status": status, "error": outcome.text, "exit_code": outcome.exit_code}
-            ending |= {"ended": moment()} | ({} if is_current else {"started": moment(started_s)})
-            directory.write_summary({"world_size": launch.plan.workers} | held | ending)
+        complete_summary(launch.config.folder, start, {**ending, "ended": moment()}, since_s)
     except (HvdtrainError, OSError, ValueError) as error:
         notify(f"the summary cannot be written: {error}")
 
@@ -328,6 +336,7 @@ checks before the start, a log per rank, progress, the cause of a failure, and r
     hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
     hvdtrain launch -np 4 -H alpha:2,beta:2 -- python my_horovod_script.py
     hvdtrain launch -np 2 -- verify
+    hvdtrain launch -np 4 --detach -- train --model lenet
 
 Hosts: -H or --hostfile, else those of Slurm or the MPI Operator, else this machine (-np required).
 """,

@@ -18,6 +18,7 @@ from hvdtrain.log import counted
 from hvdtrain.records.folders import CONFIG, free_folder, numbering
 
 OWN_COMMANDS = ("train", "verify", "bench")  # those that run on every worker
+LONGEST_NAME = 100  # of a job, whose record is a file
 BATCH_FLAGS = ("--batch-size", "--batch_size", "--global-batch-size", "--global_batch_size")
 
 
@@ -49,6 +50,13 @@ def check_command(command: list[str]) -> list[str]:
     if near := closest(name, OWN_COMMANDS):
         hint = f"did you mean {near}?"
     return [f"{name or repr(name)}: {reason}; {hint}"]
+
+
+def job_name(command: list[str], config: TrainConfig | None) -> str:
+    """Return the name of a job in the background: that of its run, its script or its command."""
+    scripts = [Path(word).stem for word in command if word.endswith(".py")]
+    name = config.folder.name if config else (*scripts, Path(command[0]).name)[0]
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:LONGEST_NAME] or "job"
 
 
 def _reads_stdin(words: Sequence[str]) -> bool:

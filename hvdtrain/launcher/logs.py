@@ -13,6 +13,7 @@ from hvdtrain.log import counted
 NOTE = "--- "  # prefix of the launcher's own lines
 START = f"{NOTE}start "
 HOROVODRUN = "horovodrun.log"
+OUTPUT = "launch.log"  # of a job in the background: what it would print
 LONGEST_SHOWN = 1 << 16  # characters of a line
 
 
@@ -26,7 +27,7 @@ class Logs:
         soon as it is known. Raises UsageError if the folder cannot be written.
         """
         self._follows = follows
-        self._show = show
+        self.show = show
         self._files: dict[int, IO[str]] = {}
         self._partial: defaultdict[int, ArrivingLine] = defaultdict(ArrivingLine)
         self._gaps: dict[int, str] = {}  # a newline before the next note where one is missing
@@ -49,10 +50,11 @@ class Logs:
             folder = next(path for path in candidates(Path(run, "logs")) if not path.exists())
             before = self.folder
             folder.mkdir()
-            for name in [HOROVODRUN, *(self.path(rank).name for rank in self._files)]:
-                (before / name).rename(folder / name)  # open files stay open
+            for name in [HOROVODRUN, OUTPUT, *(self.path(rank).name for rank in self._files)]:
+                if (before / name).exists():
+                    (before / name).rename(folder / name)  # open files stay open
             self.folder = folder
-            self._show(0, f"hvdtrain launch: logs: {folder}")
+            self.show(0, f"hvdtrain launch: logs: {folder}")
             before.rmdir()
 
     def path(self, rank: int) -> Path:
@@ -87,7 +89,7 @@ class Logs:
     def _shown(self, rank: int, lines: list[str]) -> list[str]:
         if self.shown_ranks is None or rank in self.shown_ranks:
             for line in lines:
-                self._show(rank, line)
+                self.show(rank, line)
         return lines
 
     def note(self, text: str) -> None:
@@ -116,7 +118,7 @@ class Logs:
         except OSError as error:
             if not self._lossy:
                 self._lossy = True
-                self._show(0, f"hvdtrain launch: {self.folder}: logs are lost: {error.strerror}")
+                self.show(0, f"hvdtrain launch: {self.folder}: logs are lost: {error.strerror}")
 
 
 class ArrivingLine:

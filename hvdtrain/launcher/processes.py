@@ -123,6 +123,19 @@ def process_state(pid: int) -> str:
     return _read(pid, "stat").rpartition(")")[2].strip()[:1]
 
 
+def boot_id() -> str:
+    """Return the kernel's id of this boot of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_of(pid: int) -> str:
+    """Return when a process was started, in ticks since the boot: with the boot and the pid this
+    names one process. Empty if it has ended, also if nobody has reaped it.
+    """
+    numbers = _read(pid, "stat").rpartition(")")[2].split()  # from the third on, the state
+    return "" if not numbers or numbers[0] in "ZX" else numbers[19]
+
+
 def descendants(pid: int) -> list[int]:
     """Return the pids of the running descendants of a process, parents first."""
     children: dict[int, list[int]] = {}

@@ -7,12 +7,12 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.documents import FORMATS, parse_json, read_json, read_text, refuse_newer, stamped
-from hvdtrain.errors import TrainingError, UsageError
+from hvdtrain.errors import PeerFailure, TrainingError, UsageError
 from hvdtrain.files import (
     candidates,
     hold,
@@ -264,6 +264,28 @@ def new_directory(folder: Path, numbered: bool) -> RunDirectory:
             say(numbering(folder, path))
         return directory
     raise AssertionError("an endless series")
+
+
+def complete_summary(
+    folder: Path, start: dict[str, Any], ending: dict[str, Any], since_s: float
+) -> None:
+    """Write the end of a run into its summary, unless the run, which began after `since_s`, has
+    written its own cause, or has not come as far as its configuration.
+
+    `start`: what the summary of a run that has written none begins with. Raises HvdtrainError,
+    OSError and ValueError.
+    """
+    path, config = folder / SUMMARY, folder / CONFIG
+    if not config.exists() or config.stat().st_mtime < since_s:
+        return
+    held = read_json(path) if path.exists() else {}
+    is_current = path.exists() and path.stat().st_mtime >= since_s
+    if is_current and not str(held.get("error")).startswith(PeerFailure.__name__):
+        return
+    if not is_current:
+        held.pop("started", None)
+    with closing(RunDirectory(folder, reopen=True)) as directory:
+        directory.write_summary({**start, **held, **ending})
 
 
 def _is_at(stream: IO[str], path: Path) -> bool:

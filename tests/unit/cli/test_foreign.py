@@ -79,6 +79,7 @@ def test_commands_that_need_linux_are_refused(platform: str, tmp_path: Path) -> 
     command, system and what to do; or if a command is unknown to the table.
     """
     needed = {"compare": ["-np", "2"], "replay": ["run"], "bench": ["step"]}
+    needed |= {name: ["job"] for name in ("attach", "logs", "stop")}
     refused = [name for name in COMMANDS if name not in ANYWHERE]
     lines = [[name, *needed.get(name, [])] for name in refused]
     lines.append(["train", "--print-config"])

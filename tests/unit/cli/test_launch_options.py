@@ -46,6 +46,21 @@ def read(*flags: str) -> Launch:
     return read_launch(vars(arguments), arguments.explain(unknown))
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["train"], "lenet-digits"),
+        (["train", "--experiment", "my run"], "my-run"),
+        (["python", "-u", "scripts/fit it.py", "--other", "b.py"], "fit-it"),
+        (["verify", "--full"], "verify"),
+        (["/bin/true"], "true"),
+    ],
+)
+def test_names_of_jobs(command: list[str], name: str) -> None:
+    """Fails when a job in the background has a name that is no file's, or not that of its run."""
+    assert read("-np", "1", "--", *command).name == name
+
+
 def test_defaults() -> None:
     """Fails when a default changes that users rely on."""
     launch = read("-np", "3", "--", "train")
