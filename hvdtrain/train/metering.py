@@ -72,8 +72,8 @@ class StepSums:
             computed = [loss, ~loss.isfinite(), *metrics]
             self._computed[row] += torch.stack([value.double() for value in computed])
             return
-        figures = map(float, (loss, not math.isfinite(loss), *metrics))
-        on_host[LOSS:] = _added(on_host[LOSS:], [*figures])
+        figures = [loss.item(), not math.isfinite(loss), *(value.item() for value in metrics)]
+        on_host[LOSS:] = _added(on_host[LOSS:], figures)
 
     def mark(self, column: int, applies: bool = True) -> None:
         """Note that this rank has left the loop (LEFT), or asks to end the run (END)."""
