@@ -122,7 +122,8 @@ FLAGS = (  # named as in horovodrun where it has them
     Flag(
         "command",
         "run this on every worker",
-        metavar="-- train ... | -- verify | -- bench NAME | -- python SCRIPT ...",
+        metavar="-- train ... | -- evaluate ... | -- predict ... | -- verify | -- bench NAME | "
+        "-- python SCRIPT ...",
         more={"nargs": REMAINDER},
     ),
 )
@@ -313,10 +314,11 @@ def _leave_summary(
 
 
 COMMAND = Command(
-    "run train, verify, bench or a script on several workers: checked, watched, restarted",
+    "run train, evaluate or a script on several workers: checked, watched, restarted",
     """\
-Start `train`, `verify`, `bench` or your own script on several workers, on one or more machines:
-checks before the start, a log per rank, progress, the cause of a failure, and restarts.
+Start `train`, `evaluate`, `predict`, `verify`, `bench` or your own script on several workers, on
+one or more machines: checks before the start, a log per rank, progress, the cause of a failure, and
+restarts.
 
     hvdtrain launch -np 4 -- train --model lenet
     hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
