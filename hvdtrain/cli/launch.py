@@ -122,8 +122,7 @@ FLAGS = (  # named as in horovodrun where it has them
     Flag(
         "command",
         "run this on every worker",
-        metavar="-- train ... | -- evaluate ... | -- predict ... | -- verify | -- bench NAME | "
-        "-- python SCRIPT ...",
+        metavar="-- train ... | -- evaluate ... | -- verify | -- bench NAME | -- python SCRIPT ...",
         more={"nargs": REMAINDER},
     ),
 )

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Workers:
+class JoinedWorkers:
     """All workers of a command, of which this process is one; or this process alone."""
 
     exchange: Exchange
@@ -63,21 +63,21 @@ class Workers:
 
 
 @contextmanager
-def joined_workers(topology: Topology) -> Iterator[Workers]:
+def joined_workers(topology: Topology) -> Iterator[JoinedWorkers]:
     """Collective: join the workers that a launcher started, and leave together with them.
 
     A process that is none of several works by itself, without Horovod. A failure is raised by a
     single process; several workers print it, and end at once with its exit code.
     """
     if not topology.launched or topology.size == 1:
-        yield Workers(SingleProcess(), topology, Pulse())
+        yield JoinedWorkers(SingleProcess(), topology, Pulse())
         return
     exchange = join(connect_workers)  # a script may ask for it too, by hvdtrain.init
     pulse = Pulse.from_environment()
     try:
         with exchange.peer_failures():
             _share_cores(exchange, topology)
-            yield Workers(exchange, topology, pulse)
+            yield JoinedWorkers(exchange, topology, pulse)
             exchange.close()
         pulse.finish()
     except KeyboardInterrupt:

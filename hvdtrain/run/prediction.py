@@ -1,5 +1,6 @@
 """`hvdtrain predict`: the most likely classes of image files."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from hvdtrain.errors import HvdtrainError, UsageError, refuse
 from hvdtrain.files import write_json
 from hvdtrain.log import complain, counted, say
 from hvdtrain.models import build_model
-from hvdtrain.run.joined import Workers
+from hvdtrain.run.joined import JoinedWorkers
 from hvdtrain.run.tasks import DTYPES
 from hvdtrain.run.trained import (
     chosen,
@@ -49,7 +50,7 @@ OF_CLASSIFIERS = {
 Takeaway = dict[str, Any]
 
 
-class Prediction(NamedTuple):
+class Classified(NamedTuple):
     """The classes of an image."""
 
     line: str  # with the most likely ones, to be printed
@@ -64,35 +65,35 @@ class Classifier:
     device: torch.device
     form: ImageFormat
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of an input
+    size: tuple[int, int]  # height and width of an input
     classes: Sequence[str]
     max_pixels: int  # of an image
 
     @property
     def at_a_time(self) -> int:
         """Return the number of images to classify at a time."""
-        pixels_each = max(self.form.height * self.form.width, self.shape[1] * self.shape[2])
+        pixels_each = max(self.form.height * self.form.width, math.prod(self.size))
         return max(1, min(PREDICTED_AT_A_TIME, MOST_PIXELS_AT_A_TIME // pixels_each))
 
-    def predict(self, paths: Sequence[Path], top: int, records: bool) -> list[Prediction]:
+    def predict(self, paths: Sequence[Path], top: int, records: bool) -> list[Classified]:
         """Return the classes of the images that can be read; print the reasons for the others."""
         read = _readable(paths, self.form, self.max_pixels)
         if not read:
             return []
         stacked = torch.stack([pixels for _, pixels in read])
-        inputs = resize(normalised(stacked, self.form, self.dtype), self.shape[1:])
+        inputs = resize(normalised(stacked, self.form, self.dtype), self.size)
         with torch.no_grad():
             scores = self.model(inputs.to(self.device)).softmax(dim=1).tolist()
         predictions = []
         for (path, _), each in zip(read, scores, strict=True):
-            best = sorted(range(len(each)), key=lambda number, each=each: -each[number])[:top]
+            best = sorted(range(len(each)), key=each.__getitem__, reverse=True)[:top]
             text = ", ".join(f"{self.classes[number]} {each[number]:.3f}" for number in best)
             record = {"image": str(path), "scores": dict(zip(self.classes, each, strict=True))}
-            predictions.append(Prediction(f"{path}: {text}", record if records else None))
+            predictions.append(Classified(f"{path}: {text}", record if records else None))
         return predictions
 
 
-def predict(arguments: dict[str, Any], workers: Workers) -> None:
+def predict(arguments: dict[str, Any], workers: JoinedWorkers) -> None:
     """Collective: classify images; the first worker prints their likeliest classes, in order.
 
     Each worker names those images of its own that it cannot read. Raises HvdtrainError if there are
@@ -109,11 +110,11 @@ def predict(arguments: dict[str, Any], workers: Workers) -> None:
     for first in range(0, len(paths), at_a_time * exchange.size):
         workers.is_stopped()
         start = first + exchange.rank * at_a_time
-        own = paths[start : start + at_a_time]
-        predictions = workers.run("predict", partial(classifier.predict, own, top, has_file))
-        for part in exchange.all_gather_object(predictions, "hvdtrain.predict.classes"):
-            predicted += len(part)
-            for prediction in part if is_first else ():
+        part = paths[start : start + at_a_time]
+        predictions = workers.run("predict", partial(classifier.predict, part, top, has_file))
+        for of_rank in exchange.all_gather_object(predictions, "hvdtrain.predict.classes"):
+            predicted += len(of_rank)
+            for prediction in of_rank if is_first else ():
                 say(prediction.line)
                 records += [prediction.record] if has_file else []
     workers.run("json", lambda: write_json(arguments["json"], records) if is_first else None)
@@ -135,7 +136,7 @@ def _classifier(arguments: dict[str, Any], topology: Topology) -> Classifier:
     device = choose_device(arguments["device"], topology)
     model = with_weights(build(), saved).to(device).eval()
     most = arguments["max_image_pixels"] or MAX_PIXELS
-    return Classifier(model, device, form, dtype, shape, classes, most)
+    return Classifier(model, device, form, dtype, shape[1:], classes, most)
 
 
 def _format_of(source: Path, takeaway: Takeaway) -> ImageFormat:

@@ -19,7 +19,7 @@ from hvdtrain.documents import check
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.files import write_json
 from hvdtrain.log import counted, say
-from hvdtrain.run.joined import Workers
+from hvdtrain.run.joined import JoinedWorkers
 from hvdtrain.run.script import Script, run_script
 from hvdtrain.run.tasks import build_data, build_model, build_task, find_source
 from hvdtrain.tasks import Task
@@ -55,7 +55,7 @@ class Recorded(NamedTuple):
     script: list[str]
 
 
-def evaluate(arguments: dict[str, Any], overrides: Sequence[str], workers: Workers) -> None:
+def evaluate(arguments: dict[str, Any], overrides: Sequence[str], workers: JoinedWorkers) -> None:
     """Collective: evaluate a checkpoint on its validation data, or on other data.
 
     `overrides`: the training options that `arguments` may replace.
@@ -110,7 +110,7 @@ def _recorded(saved: Saved, arguments: dict[str, Any], overrides: Sequence[str])
 
 
 def _data_of(
-    config: TrainConfig, workers: Workers, script: Script | None = None
+    config: TrainConfig, workers: JoinedWorkers, script: Script | None = None
 ) -> tuple[Task, Splits]:
     """Collective: return the task and its data, which must be the same on all workers."""
     if workers.exchange.size > 1:
@@ -135,7 +135,7 @@ def _other_classes(classes: Any, trained: Any) -> str:
 
 
 def _run_script(
-    command: list[str], saved: Saved, arguments: dict[str, Any], workers: Workers
+    command: list[str], saved: Saved, arguments: dict[str, Any], workers: JoinedWorkers
 ) -> None:
     """Collective: evaluate these weights as a script does, without any step of its loop.
 
@@ -177,7 +177,7 @@ def _evaluate(
     data: Splits,
     device_name: str,
     file: str | None,
-    workers: Workers,
+    workers: JoinedWorkers,
     further: dict[str, Any] | None = None,
 ) -> None:
     """Collective: evaluate; the first worker prints the result, and writes it with `further` values

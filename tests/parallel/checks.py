@@ -46,7 +46,7 @@ from hvdtrain.models import build_model
 from hvdtrain.pulse import RING_TOKEN, Pulse
 from hvdtrain.ring import all_reduce, gamma
 from hvdtrain.run import prediction
-from hvdtrain.run.joined import Workers
+from hvdtrain.run.joined import JoinedWorkers
 from hvdtrain.run.trained import evaluate
 from hvdtrain.tasks import Sums
 from hvdtrain.tasks import classification as classifier
@@ -568,8 +568,8 @@ def trained_models_are_used_by_all_ranks(exchange: Exchange) -> None:
             pixels = (Pictures(8, 1000)[number][0][0].numpy() * 256).astype(np.uint8)
             Image.fromarray(pixels).save(path)
     exchange.all_gather_object(None, "test.images")
-    alone = Workers(SingleProcess(), Topology(), Pulse())
-    together = Workers(exchange, Topology.from_environment(), Pulse())
+    alone = JoinedWorkers(SingleProcess(), Topology(), Pulse())
+    together = JoinedWorkers(exchange, Topology.from_environment(), Pulse())
     for batch in (7, 20):
         feeding.EVALUATION_BATCH, prediction.PREDICTED_AT_A_TIME = batch, batch // 3
         files = {}

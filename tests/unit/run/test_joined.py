@@ -19,7 +19,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.pulse import Pulse
 from hvdtrain.run import prediction
-from hvdtrain.run.joined import Workers
+from hvdtrain.run.joined import JoinedWorkers
 from hvdtrain.run.trained import evaluate
 from hvdtrain.topology import Topology
 from hvdtrain.train import evaluate as evaluation
@@ -27,8 +27,8 @@ from tests.data.make import CODE
 from tests.data.small import Pictures
 from tests.unit.threads import connect, run_ranks
 
-RUNS = Path(__file__).parents[2] / "data"
-RUN = RUNS / "0.2.0"
+RUN = Path(__file__).parents[2] / "data" / "0.2.0"
+EARLIER = RUN / "checkpoints" / "step-00000004"
 
 
 def parsed(*line: object) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def on_workers(size: int, work: Any) -> list[str]:
     def attempt(exchange: Any) -> str:
         topology = Topology(exchange.rank, size, exchange.rank, launched=size > 1)
         try:
-            work(Workers(exchange, topology, Pulse()))
+            work(JoinedWorkers(exchange, topology, Pulse()))
         except HvdtrainError as error:
             return f"{error.exit_code}: {error}"
         return ""
@@ -52,7 +52,7 @@ def on_workers(size: int, work: Any) -> list[str]:
 def evaluate_on(size: int, file: Path, *sources: Path) -> list[str]:
     """Evaluate on each rank its source of these, or the only one."""
 
-    def work(workers: Workers) -> None:
+    def work(workers: JoinedWorkers) -> None:
         source = sources[workers.exchange.rank % len(sources)]
         evaluate(parsed("evaluate", source, *CODE, "--json", file), VALUES, workers)
 
@@ -98,7 +98,7 @@ def test_a_failure_of_one_rank_ends_evaluate_on_all(
     """
     monkeypatch.setattr(feeding, "EVALUATION_BATCH", 7)
     file = tmp_path / "x.json"
-    errors = evaluate_on(3, file, RUN, RUN, RUNS / "0.1.0")
+    errors = evaluate_on(3, file, RUN, RUN, EARLIER)
     expected = "parameters differ between ranks in the checkpoint that each has read: rank 2 held"
     assert len(set(errors)) == 1 and errors[0].startswith(f"1: {expected}")
     errors = evaluate_on(3, file, RUN, tmp_path / "none", RUN)
@@ -162,8 +162,8 @@ def test_predict_gives_one_file_in_order_on_any_number_of_workers(
 def test_predict_refuses_other_weights_on_a_rank(pictures: Path) -> None:
     """Fails if images are classified by two models."""
 
-    def work(workers: Workers) -> None:
-        source = RUN if workers.exchange.rank else RUNS / "0.1.0"
+    def work(workers: JoinedWorkers) -> None:
+        source = RUN if workers.exchange.rank else EARLIER
         prediction.predict(parsed("predict", source, pictures, CODE[0]), workers)
 
     assert all("rank 1 held other values than rank 0" in it for it in on_workers(2, work))
