@@ -48,8 +48,8 @@ sampler = Balanced(weights, len(train), generator=torch.Generator())
 loader = DataLoader(train, BATCH_SIZE, sampler=sampler)
 valid_loader = DataLoader(valid, BATCH_SIZE)
 model = nn.Sequential(
-    *(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU()),
-    *(nn.Conv2d(8, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU()),
+    *(nn.Conv2d(3, 8, 3, 2, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+    *(nn.Conv2d(8, 16, 3, 2, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
     *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2)),
 )
 model.double()  # so that runs on 1 and on 3 workers can be compared to 1e-9

@@ -62,11 +62,16 @@ def make_images(folder: Path) -> None:
             Image.fromarray(pixels.astype(np.uint8)).save(path)
 
 
-def evaluations_in(output: str, name: str) -> list[tuple[float, ...]]:
-    """Loss and AUC of each epoch that a run has printed."""
-    _, _, text = output.partition(f"begins {name}\n")
-    lines = re.findall(r"epoch \d+: loss ([\d.]+), AUC ([\d.]+)", text.partition("begins ")[0])
+def printed(output: str) -> list[tuple[float, ...]]:
+    """Loss and AUC of each epoch, as the script prints them."""
+    lines = re.findall(r"^epoch \d+: loss ([\d.]+), AUC ([\d.]+)", output, re.MULTILINE)
     return [tuple(map(float, line)) for line in lines]
+
+
+def recorded(folder: Path) -> list[tuple[float, ...]]:
+    """Loss and AUC of each epoch of a run."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(it["valid_loss"], it["valid_auc"]) for it in records if it["kind"] == "epoch"]
 
 
 def test_an_image_folder_with_weighted_sampler_average_and_early_stopping(tmp_path: Path) -> None:
@@ -87,11 +92,14 @@ def test_an_image_folder_with_weighted_sampler_average_and_early_stopping(tmp_pa
     shared = horovodrun(3, "gloo", [*command, json.dumps(several)], cwd=tmp_path)
     alone = run([*command, json.dumps(one)], cwd=tmp_path)
     assert (shared.exit_code, alone.exit_code) == (0, 0), shared.output + alone.output
-    expected = evaluations_in(alone.output, "original")
+    text, _, others = alone.output.partition("begins one")
+    expected = printed(text)
     assert 4 <= len(expected) < 30  # it stopped early
     best = torch.load(tmp_path / "best.pt")
-    for name, output in (("one", alone.output), ("three", shared.output)):
-        evaluations = evaluations_in(output, name)
+    shown = printed(others)[: len(expected)]
+    np.testing.assert_allclose(shown, recorded(tmp_path / "one"), rtol=0, atol=1e-11)
+    for name in ("one", "three"):
+        evaluations = recorded(tmp_path / name)
         assert np.shape(evaluations) == np.shape(expected)
         np.testing.assert_allclose(evaluations, expected, rtol=TOLERANCE, atol=1e-11)
         summary, _ = summary_and_weights(tmp_path / name)
@@ -102,3 +110,4 @@ def test_an_image_folder_with_weighted_sampler_average_and_early_stopping(tmp_pa
         assert largest_difference(load_file(saved), best) < TOLERANCE
     hashes = {summary_and_weights(tmp_path / it)[0]["params_sha256"] for it in ("whole", "cut")}
     assert len(hashes) == 1
+    assert summary_and_weights(tmp_path / "cut")[0]["resumed_from"] == CUT

@@ -12,10 +12,12 @@ import runpy
 import sys
 
 from hvdtrain.data.builtin import import_torchvision
+from hvdtrain.run import script
 
 import_torchvision()
 for command, options in json.loads(sys.argv[1]):
     os.environ["HVDTRAIN_OPTIONS"] = json.dumps(options)
     sys.argv[:] = command
+    script.loops = script.Loops()  # those of each script are numbered from 1
     print(f"begins {options.get('experiment', 'original')}", flush=True)
     runpy.run_path(command[0], run_name="__main__")
