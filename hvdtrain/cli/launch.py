@@ -122,7 +122,7 @@ FLAGS = (  # named as in horovodrun where it has them
     Flag(
         "command",
         "run this on every worker",
-        metavar="-- train ... | -- evaluate ... | -- verify | -- bench NAME | -- python SCRIPT ...",
+        metavar="-- train ... | -- evaluate ... | -- bench NAME | -- python SCRIPT ...",
         more={"nargs": REMAINDER},
     ),
 )
@@ -322,6 +322,7 @@ restarts.
     hvdtrain launch -np 4 -- train --model lenet
     hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
     hvdtrain launch -np 4 -H alpha:2,beta:2 -- python my_horovod_script.py
+    hvdtrain launch -np 2 -- evaluate runs/lenet-digits
     hvdtrain launch -np 2 -- verify
 
 Hosts: -H or --hostfile, else those of Slurm or the MPI Operator, else this machine (-np required).

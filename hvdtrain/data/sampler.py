@@ -269,7 +269,7 @@ class BatchShares:
     table_rows = 1
 
     def __init__(self, samples: int, batch: int, ranks: int) -> None:
-        """`samples`: of the split. `batch`: samples of a batch; the last one may be smaller."""
+        """Cut so many `samples` of a split into batches of `batch` each, and a smaller last one."""
         self._batch, self.rows = batch, max(1, -(-samples // batch))
         self._by_rank = split_evenly(self.rows, ranks)
 
