@@ -180,7 +180,7 @@ def test_a_sampler_may_seed_its_generator_in_set_epoch() -> None:
     order = DrawnBatchSampler(LoaderOrder(sampler, SAMPLES), 4, seed=5)
     for epoch in (3, 0):
         sampler.set_epoch(epoch)
-        assert sum(batches_of(order, epoch), []) == list(sampler)
+        assert [it for batch in batches_of(order, epoch) for it in batch] == list(sampler)
 
 
 @pytest.mark.parametrize(
