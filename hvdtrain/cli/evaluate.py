@@ -1,10 +1,12 @@
-"""`hvdtrain evaluate`: exact metrics of a checkpoint, on one device, without Horovod."""
+"""`hvdtrain evaluate`: exact metrics of a checkpoint, in one process without Horovod, or shared by
+N workers.
+"""
 
 from typing import Any
 
 from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements
 from hvdtrain.config.options import MAY_NAME_CODE
-from hvdtrain.errors import refuse
+from hvdtrain.errors import EXIT_OK, refuse
 from hvdtrain.topology import Topology
 
 VALUES = (
@@ -21,16 +23,21 @@ FLAGS = (
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
-    """Evaluate and return the exit code. Raises UsageError."""
+    """Collective: evaluate and return the exit code. Raises UsageError."""
     refuse(problems)
+    from hvdtrain.run.joined import joined_workers
     from hvdtrain.run.trained import evaluate
 
-    return evaluate(arguments, VALUES)
+    with joined_workers(topology) as workers:
+        evaluate(arguments, VALUES, workers)
+    return EXIT_OK
 
 
 COMMAND = Command(
-    "compute exact metrics of a checkpoint, on one device",
-    "Evaluate a run (its best checkpoint) or a checkpoint on its validation data.",
+    "compute exact metrics of a checkpoint, in one process or on N workers",
+    "Evaluate a run (its best checkpoint) or a checkpoint on its validation data, in this process, "
+    "without Horovod. N workers share the samples, for the same figures: `hvdtrain launch -np N -- "
+    "evaluate ...`, or `horovodrun -np N hvdtrain evaluate ...`.",
     FLAGS,
     run,
 )

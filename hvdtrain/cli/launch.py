@@ -119,7 +119,7 @@ FLAGS = (  # named as in horovodrun where it has them
     Flag(
         "command",
         "run this on every worker",
-        metavar="-- train ... | -- verify | -- bench NAME | -- python SCRIPT ...",
+        metavar="-- train ... | -- evaluate ... | -- bench NAME | -- python SCRIPT ...",
         more={"nargs": REMAINDER},
     ),
 )
@@ -327,14 +327,16 @@ def _leave_summary(
 
 
 COMMAND = Command(
-    "run train, verify, bench or a script on several workers: checked, watched, restarted",
+    "run train, evaluate or a script on several workers: checked, watched, restarted",
     """\
-Start `train`, `verify`, `bench` or your own script on several workers, on one or more machines:
-checks before the start, a log per rank, progress, the cause of a failure, and restarts.
+Start `train`, `evaluate`, `predict`, `verify`, `bench` or your own script on several workers, on
+one or more machines: checks before the start, a log per rank, progress, the cause of a failure, and
+restarts.
 
     hvdtrain launch -np 4 -- train --model lenet
     hvdtrain launch --hostfile hosts --restarts 3 -- train --config run.yaml --resume auto
     hvdtrain launch -np 4 -H alpha:2,beta:2 -- python my_horovod_script.py
+    hvdtrain launch -np 2 -- evaluate runs/lenet-digits
     hvdtrain launch -np 2 -- verify
     hvdtrain launch -np 4 --detach -- train --model lenet
 

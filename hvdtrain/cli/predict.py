@@ -1,10 +1,12 @@
-"""`hvdtrain predict`: the most likely classes of images, on one device, without Horovod."""
+"""`hvdtrain predict`: the most likely classes of images, in one process without Horovod, or shared
+by N workers.
+"""
 
 from typing import Any
 
 from hvdtrain.cli.flags import TRUST_CODE, Command, Flag, replacements, train_flag, wrong_flags
 from hvdtrain.config.fields import at_least
-from hvdtrain.errors import refuse
+from hvdtrain.errors import EXIT_OK, refuse
 from hvdtrain.topology import Topology
 
 FLAGS = (
@@ -28,16 +30,21 @@ FLAGS = (
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
-    """Predict and return the exit code. Raises UsageError."""
+    """Collective: predict and return the exit code. Raises UsageError."""
     refuse([*problems, *wrong_flags(FLAGS, arguments)])
-    from hvdtrain.run.trained import predict
+    from hvdtrain.run.joined import joined_workers
+    from hvdtrain.run.prediction import predict
 
-    return predict(arguments)
+    with joined_workers(topology) as workers:
+        predict(arguments, workers)
+    return EXIT_OK
 
 
 COMMAND = Command(
-    "predict the classes of images, on one device",
-    "Print the most likely classes of images, by a trained model.",
+    "predict the classes of images, in one process or on N workers",
+    "Print the most likely classes of images, by a trained model, in this process, without "
+    "Horovod. N workers share the images, and rank 0 prints and writes for all: `hvdtrain launch "
+    "-np N -- predict ...`, or `horovodrun -np N hvdtrain predict ...`.",
     FLAGS,
     run,
 )

@@ -17,7 +17,7 @@ from hvdtrain.launcher.horovodrun import search_path
 from hvdtrain.log import counted
 from hvdtrain.records.folders import CONFIG, free_folder, numbering
 
-OWN_COMMANDS = ("train", "verify", "bench")  # those that run on every worker
+OWN_COMMANDS = ("train", "evaluate", "predict", "verify", "bench")  # those that run on every worker
 LONGEST_NAME = 100  # of a job, whose record is a file
 BATCH_FLAGS = ("--batch-size", "--batch_size", "--global-batch-size", "--global_batch_size")
 

@@ -39,6 +39,7 @@ from hvdtrain.data.builtin import (
 from hvdtrain.data.image_folder import IMAGE_FOLDER, load_image_folder
 from hvdtrain.data.plugin import load_plugin
 from hvdtrain.data.sampler import (
+    BatchShares,
     GlobalBatchSampler,
     PlacedShares,
     Shares,
@@ -52,6 +53,7 @@ from hvdtrain.errors import UsageError, refuse
 
 __all__ = [
     "AugmentedSplit",
+    "BatchShares",
     "Dataset",
     "GlobalBatchSampler",
     "ImageFormat",

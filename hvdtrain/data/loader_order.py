@@ -75,12 +75,13 @@ class LoaderOrder:
     def draw(self, seed: int, epoch: int, batch_size: int) -> Epoch:
         """Return an epoch. `batch_size`: of a global batch, unless the sampler yields batches.
 
-        `set_epoch(epoch)` of the sampler is called first, if it has one. Raises UsageError for
-        numbers that no sample has, an empty epoch, or an empty batch.
+        `set_epoch(epoch)` of the sampler is called first, if it has one, and may seed a generator
+        that the sampler holds. Raises UsageError for numbers that no sample has, an empty epoch, or
+        an empty batch.
         """
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
         with drawing(seed, epoch, 0, OF_ORDER), _seeded(generators_of(self.sampler)):
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(epoch)
             drawn = list(self.sampler)
         kind = "batches" if self.yields_batches else "numbers of samples"
         try:

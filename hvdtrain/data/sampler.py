@@ -19,6 +19,7 @@ import numpy as np
 from hvdtrain.data.permutation import BLOCK, MergedOrder, Permutation
 from hvdtrain.data.permutation import Indices as Indices
 from hvdtrain.errors import UsageError
+from hvdtrain.ring import split_evenly
 
 
 class GlobalBatchSampler:
@@ -120,7 +121,8 @@ class GlobalBatchSampler:
 class OneForEachRank:
     """The assignment of shares to ranks without virtual workers: share r belongs to rank r."""
 
-    rows = 1  # of a table of sums: all ranks add to one, in the order of the exchange
+    rows = 1  # of sums: all ranks add to one, in the order of the exchange
+    table_rows = 1  # of those of a table, which may be large
 
     def of_rank(self, rank: int) -> Sequence[int]:
         """Return the shares that a rank computes, in order."""
@@ -238,6 +240,7 @@ class VirtualShares:
         self.rows, self.weights, self.slack = len(shares.weights), shares.weights, shares.slack
         if self._starts[-1] != self.rows:
             raise ValueError(f"{list(counts)} of {self.rows} virtual workers")
+        self.table_rows = self.rows
 
     def of_rank(self, rank: int) -> Sequence[int]:
         return range(*self._starts[rank : rank + 2])
@@ -253,6 +256,31 @@ class VirtualShares:
 
     def sizes(self, length: int) -> list[int]:
         return self._shares.sizes(length)
+
+
+class BatchShares:
+    """The distribution of the batches of an evaluation over ranks: consecutive ones to each.
+
+    The batches are those of a single process, and the sums of each stay apart. So they are added in
+    the order of the batches, for any number of ranks. Tables, which may be large, are added by rank
+    first: for counts the order makes no difference.
+    """
+
+    table_rows = 1
+
+    def __init__(self, samples: int, batch: int, ranks: int) -> None:
+        """Cut so many `samples` of a split into batches of `batch` each, and a smaller last one."""
+        self._batch, self.rows = batch, max(1, -(-samples // batch))
+        self._by_rank = split_evenly(self.rows, ranks)
+
+    def of_rank(self, rank: int) -> Sequence[int]:
+        return range(self._by_rank[rank].start, self._by_rank[rank].stop)
+
+    def row(self, share: int) -> int:
+        return share
+
+    def of_all(self, samples: int, share: int) -> range:
+        return range(share * self._batch, min(samples, (share + 1) * self._batch))
 
 
 SharesLike = Shares | PlacedShares | VirtualShares

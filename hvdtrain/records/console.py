@@ -171,6 +171,7 @@ def final_lines(summary: Mapping[str, Any], config: Mapping[str, Any], folder: s
     run = shlex.quote(folder)
     data = config.get("data", "")  # a folder is to be confirmed
     named = f" --data {shlex.quote(data)}" if data.partition(":")[0] in PLACES else ""
+    named = " --trust-code" if config.get("script") else named  # which is run up to its loop
     evaluation = "" if valid is None else f"hvdtrain evaluate {run}{named}, or "
     return "\n".join(
         [

@@ -141,7 +141,8 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
         else:
             if resumable:
                 folder = str(resumable.directory.path)
-                say(final_lines(resumed.finished, as_flat_dict(config), folder))
+                options = as_flat_dict(config) | {"script": session.script}
+                say(final_lines(resumed.finished, options, folder))
             yield None
         session.pulse.finish()
     finally:

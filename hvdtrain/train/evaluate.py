@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.data import SharesLike, Split
+from hvdtrain.data import BatchShares, SharesLike, Split
 from hvdtrain.data.feeding import Loaded, evaluation_batch, stream
 from hvdtrain.data.sampler import Indices
 from hvdtrain.errors import UsageError
@@ -63,6 +63,26 @@ class Interrupted(Exception):
     """A stop request to a rank during an evaluation."""
 
 
+@dataclass(frozen=True)
+class RankSums:
+    """The sums of one rank over its samples, and their outputs."""
+
+    names: Sequence[str]  # of metrics, in the order of their columns
+    rows: torch.Tensor  # see `SharesLike.row`
+    tables: TableSums
+    outputs: SampleOutputs
+
+    def over_ranks(self, exchange: Exchange) -> Evaluation:
+        """Collective: return the means and tables over all ranks. Raises Interrupted on all of them
+        if one was stopped.
+        """
+        rows = exchange.sum_later(self.rows, "hvdtrain.evaluate")()
+        totals = rows.cumsum(0)[-1]  # in the order of the rows
+        if totals[STOP]:
+            raise Interrupted
+        return _evaluation_of(totals, self.names, self.tables, self.outputs, exchange)
+
+
 def evaluate(
     model: torch.nn.Module,
     task: Task,
@@ -78,16 +98,38 @@ def evaluate(
     """Collective: return the means of loss and metrics, and the tables, over all of `split`.
 
     Every rank takes its share, which may be empty. Sums, never means, are added over ranks, in
-    float64, where counts are exact up to 2^53. `seed` is called before a batch is read, and before
-    it is used; `waits` before waiting for other ranks. Raises UsageError if it `looks` at how the
-    loss of the first batch is made, and finds a mean, and Interrupted on all ranks if
-    `stop_requested()` is true on any.
+    float64, where counts are exact up to 2^53. `waits` is called before waiting for other ranks;
+    for the rest see `sum_of_rank`. Raises Interrupted on all ranks if `stop_requested()` is true on
+    any.
+    """
+    sums = sum_of_rank(
+        model, task, split, shares, exchange.rank, device, stop_requested, seed, looks
+    )
+    waits()
+    return sums.over_ranks(exchange)
+
+
+def sum_of_rank(
+    model: torch.nn.Module,
+    task: Task,
+    split: Split,
+    shares: SharesLike | BatchShares,
+    rank: int,
+    device: torch.device,
+    stop_requested: Callable[[], bool] = lambda: False,
+    seed: Seed = lambda share, number, reading: None,
+    looks: bool = False,
+) -> RankSums:
+    """Return the sums over the samples of a rank.
+
+    `seed` is called before a batch is read, and before it is used. Raises UsageError if this
+    `looks` at how the loss of the first batch is made, and finds a mean.
     """
     names = valid_metrics_of(task)
     rows = torch.zeros((shares.rows, LOSS + 1 + len(names)), dtype=torch.float64)
-    tables, outputs = TableSums(task.tables, shares.rows), SampleOutputs(task)
+    tables, outputs = TableSums(task.tables, shares.table_rows), SampleOutputs(task)
     with torch.no_grad(), in_evaluation_mode(model):
-        for row, first, loaded in _read(split, shares, exchange.rank, seed):
+        for row, first, loaded in _read(split, shares, rank, seed):
             if stop_requested():
                 rows[row, STOP] = 1
                 break
@@ -96,13 +138,9 @@ def evaluate(
             sums, looks = _sums_of(model, task, loaded, device, looks), False
             rows[row, SAMPLES:] += _figures_of(sums, names, loaded.samples)
             for name in task.tables:
-                tables.add(row, name, sums.metrics[name])
+                tables.add(min(row, shares.table_rows - 1), name, sums.metrics[name])
             outputs.add(first, loaded.samples, sums)
-    waits()
-    totals = exchange.sum_later(rows, "hvdtrain.evaluate")().sum(0)
-    if totals[STOP]:
-        raise Interrupted
-    return _evaluation_of(totals, names, tables, outputs, exchange)
+    return RankSums(names, rows, tables, outputs)
 
 
 def _figures_of(sums: Sums, names: Sequence[str], samples: int) -> torch.Tensor:
@@ -173,7 +211,7 @@ def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _read(
-    split: Split, shares: SharesLike, rank: int, seed: Seed
+    split: Split, shares: SharesLike | BatchShares, rank: int, seed: Seed
 ) -> Iterator[tuple[int, int, Loaded]]:
     """Yield the batches of a rank, after the row of their share and the number of their first
     sample; they are read ahead.
@@ -187,7 +225,9 @@ def _read(
         yield shares.row(share), int(indices[0]), loaded
 
 
-def _parts(split: Split, shares: SharesLike, rank: int) -> Iterator[tuple[int, int, Indices]]:
+def _parts(
+    split: Split, shares: SharesLike | BatchShares, rank: int
+) -> Iterator[tuple[int, int, Indices]]:
     """Yield the samples of a rank, some at a time, after their share and number."""
     size = evaluation_batch(split)
     for share in shares.of_rank(rank):

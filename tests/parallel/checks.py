@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,11 +21,14 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
+from PIL import Image
 
 import hvdtrain
 from hvdtrain.audit import Auditor, AuditRecord, Audits
 from hvdtrain.audit.checks import BoundCheck, ExactCheck
-from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit
+from hvdtrain.cli import make_parser
+from hvdtrain.cli.evaluate import VALUES
+from hvdtrain.data import GlobalBatchSampler, Shares, TensorSplit, feeding
 from hvdtrain.data.feeding import Feed, StepData
 from hvdtrain.data.splits import Dataset
 from hvdtrain.errors import (
@@ -39,11 +43,15 @@ from hvdtrain.exchange.agreement import check_equal_on_all_ranks, run_on_all
 from hvdtrain.exchange.connect import ENVIRONMENT_DEFAULTS
 from hvdtrain.exchange.horovod import HorovodExchange
 from hvdtrain.models import build_model
-from hvdtrain.pulse import RING_TOKEN
+from hvdtrain.pulse import RING_TOKEN, Pulse
 from hvdtrain.ring import all_reduce, gamma
+from hvdtrain.run import prediction
+from hvdtrain.run.joined import JoinedWorkers
+from hvdtrain.run.trained import evaluate
 from hvdtrain.tasks import Sums
 from hvdtrain.tasks import classification as classifier
 from hvdtrain.tensors import params_sha256
+from hvdtrain.topology import Topology
 from hvdtrain.train.batchnorm import averaged_statistics, convert_to_sync
 from hvdtrain.train.evaluate import Interrupted
 from hvdtrain.train.job import Intervals, Job
@@ -52,10 +60,13 @@ from hvdtrain.train.optimizers import BY_NAME, UNSUITABLE_ALONE
 from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture
 from hvdtrain.train.update import Update
+from tests.data.make import CODE
+from tests.data.small import Pictures
 from tests.rings import lengths_for, rank_data
 from tests.unit.jobs import classification, evaluate_on, one_step
 
 CPU = torch.device("cpu")
+RUN = Path(__file__).parents[1] / "data" / "0.2.0"
 SHAPE = (1, 28, 28)
 CLASSES = 10
 
@@ -545,6 +556,37 @@ def evaluation_counts_each_sample_once(exchange: Exchange) -> None:
     raise AssertionError("the evaluation went on")
 
 
+def trained_models_are_used_by_all_ranks(exchange: Exchange) -> None:
+    """evaluate and predict: rank 0 writes the file that one process does, to the bit; with more
+    ranks than batches, too.
+    """
+    place = tempfile.mkdtemp() if exchange.rank == 0 else ""
+    folder = Path(exchange.broadcast_object(place, "test.folder"))
+    images = [folder / f"{number}.png" for number in range(5)]
+    if exchange.rank == 0:
+        for number, path in enumerate(images):
+            pixels = (Pictures(8, 1000)[number][0][0].numpy() * 256).astype(np.uint8)
+            Image.fromarray(pixels).save(path)
+    exchange.all_gather_object(None, "test.images")
+    alone = JoinedWorkers(SingleProcess(), Topology(), Pulse())
+    together = JoinedWorkers(exchange, Topology.from_environment(), Pulse())
+    for batch in (7, 20):
+        feeding.EVALUATION_BATCH, prediction.PREDICTED_AT_A_TIME = batch, batch // 3
+        files = {}
+        for workers in (alone, together) if exchange.rank == 0 else (together,):
+            lines = (["evaluate", RUN, *CODE], ["predict", RUN, *images, CODE[0]])
+            for words in lines:
+                file = folder / f"{words[0]}-{workers.exchange.size}-{batch}.json"
+                parsed = make_parser().parse_args([*map(str, words), "--json", str(file)])
+                if words[0] == "evaluate":
+                    evaluate(vars(parsed), VALUES, workers)
+                else:
+                    prediction.predict(vars(parsed), workers)
+                files.setdefault(words[0], []).append(file)
+        for pair in files.values() if exchange.rank == 0 else ():
+            assert pair[0].read_bytes() == pair[1].read_bytes()
+
+
 def audit_finds_faults_of_the_exchange(exchange: Exchange) -> None:
     """Faults between Horovod and the optimizer, on one rank or on all, on the last element."""
     last = exchange.size - 1
@@ -694,6 +736,7 @@ CHECKS = (
     converted_models_are_refused,
     failures_are_agreed_on,
     evaluation_counts_each_sample_once,
+    trained_models_are_used_by_all_ranks,
     audit_finds_faults_of_the_exchange,
     a_loss_that_is_not_finite_ends_all_ranks,
 )

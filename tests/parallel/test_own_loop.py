@@ -96,6 +96,28 @@ def test_own_loop_learns_the_same_on_any_number_of_workers(
     assert done.output.count("final loss") == size  # the script's own last line
 
 
+def test_the_run_of_a_script_is_evaluated_by_all_workers(
+    alone: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Fails if `launch -- evaluate` gives other figures than the run has found, or more than once;
+    or if a script that fails on one rank, before its loop, leaves the others waiting.
+    """
+    run_folder, file = alone(RAGGED), tmp_path / "figures.json"
+    last = str(run_folder / "checkpoints" / "last")
+    line = ["evaluate", last, "--trust-code", "--json", str(file)]
+    done = run(hvdtrain("launch", "-np", "3", f"--log-dir={tmp_path}", "--", *line))
+    assert done.exit_code == 0, done.output
+    figures, (summary, _) = json.loads(file.read_text()), summary_and_weights(run_folder)
+    assert figures["samples"] == summary["valid_samples"]
+    for name, value in {"loss": figures["loss"], **figures["metrics"]}.items():
+        assert value == pytest.approx(summary[f"valid_{name}"], rel=TOLERANCE), name
+    assert done.output.count(f" loss {figures['loss']:.6g}") == 1, done.output
+    failing = {"FAILS_ON": "1"}
+    done = horovodrun(2, "mpi", hvdtrain(*line[:3]), variables=failing)
+    check_exit_code(done, "mpi", 1)
+    assert done.output.count("rank 1: OSError: a file is not there") == 1, done.output
+
+
 @pytest.mark.parametrize(
     ("name", "size", "controller"),
     [("gpt2", 3, "gloo"), ("lora", 2, "mpi"), ("packed_tokens", 3, "gloo")],

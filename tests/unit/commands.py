@@ -29,7 +29,7 @@ CALL = "import sys; from hvdtrain.cli import main; sys.exit(main())"
 SERVER = """
 import atexit, gc, json, os, sys, threading, warnings
 import PIL.Image, sklearn.datasets, tensorboard.summary.writer.event_file_writer
-import hvdtrain.run.trained, hvdtrain.run.training, hvdtrain.train.loop, hvdtrain.weights.export
+import hvdtrain.run.prediction, hvdtrain.run.training, hvdtrain.train.loop, hvdtrain.weights.export
 from hvdtrain.data.builtin import import_torchvision
 import_torchvision()
 gc.freeze()

@@ -135,7 +135,7 @@ def test_hosts_of_slurm(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("word", [[], ["hvdtrain"]])
-@pytest.mark.parametrize("name", ["verify", "bench"])
+@pytest.mark.parametrize("name", ["verify", "bench", "evaluate", "predict"])
 def test_commands_that_run_on_workers(name: str, word: list[str]) -> None:
     """Fails when they are looked up on PATH, restarted with a flag of `train`, or get a run."""
     launch = read("-np", "2", "--restarts=1", "--", *word, name, "--json=x")

@@ -171,6 +171,22 @@ def test_set_epoch_is_called() -> None:
     ]
 
 
+class Balanced(data.WeightedRandomSampler):
+    """Seeds its generator for each epoch, so that it draws the same in a loop of torch alone."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(epoch)
+
+
+def test_a_sampler_may_seed_its_generator_in_set_epoch() -> None:
+    """Fails if the run's seed takes the place of that which the sampler gives its generator."""
+    sampler = Balanced([1.0] * SAMPLES, 8, generator=torch.Generator())
+    order = DrawnBatchSampler(LoaderOrder(sampler, SAMPLES), 4, seed=5)
+    for epoch in (3, 0):
+        sampler.set_epoch(epoch)
+        assert [it for batch in batches_of(order, epoch) for it in batch] == list(sampler)
+
+
 @pytest.mark.parametrize(
     ("numbers", "batches", "text"),
     [

@@ -34,6 +34,7 @@ GUIDE = EXAMPLES.parent / "docs" / "guide.md"
 OWN_LOOP = EXAMPLES.parent / "docs" / "own-loop.md"
 SINGLE_PARTS = [EXAMPLES / "your_script.py", EXAMPLES / "your_script_distributed.py"]
 PACKED = [EXAMPLES / "packed_tokens_one_device.py", EXAMPLES / "packed_tokens.py"]
+IMAGE_FOLDER = [EXAMPLES / "image_folder_one_device.py", EXAMPLES / "image_folder.py"]
 TWINS = [EXAMPLES / "own_loop_one_device.py", EXAMPLES / "own_loop.py"]
 TOLERANCE = 1e-12  # float64, a single backward pass
 
@@ -119,12 +120,17 @@ def test_absolute_error_is_in_units_of_the_data() -> None:
     assert 50 < float(sums.metrics["abs_error"]) / sums.samples < 80  # of 25 to 346
 
 
+def changed_lines(twins: list[Path]) -> tuple[list[str], list[str]]:
+    """The lines that are removed from the first, and added by the second, without empty ones."""
+    ordinary, distributed = (path.read_text().splitlines() for path in twins)
+    lines = list(difflib.unified_diff(ordinary, distributed, n=0, lineterm=""))[2:]
+    removed, added = ([it for it in lines if it[0] == sign and it[1:].strip()] for sign in "-+")
+    return removed, added
+
+
 def test_the_twin_differs_by_seven_lines() -> None:
     """Fails if distributing a script takes more than the seven lines that the README promises."""
-    ordinary, distributed = (path.read_text().splitlines() for path in TWINS)
-    lines = list(difflib.unified_diff(ordinary, distributed, n=0, lineterm=""))[2:]
-    added = [line for line in lines if line.startswith("+") and line[1:].strip()]
-    removed = [line for line in lines if line.startswith("-") and line[1:].strip()]
+    removed, added = changed_lines(TWINS)
     assert len(added) <= 7, added
     assert len(removed) <= 7, removed
 
@@ -179,6 +185,13 @@ def test_packed_tokens_learn_what_the_original_does(
     together = plain["mean_loss"](model, collate(lines))
     tokens = sum(len(line["input_ids"]) - 1 for line in lines)
     torch.testing.assert_close(sum(alone), together * tokens, rtol=1e-12, atol=0)
+
+
+def test_the_image_folder_differs_by_as_many_lines_as_the_page_says() -> None:
+    """Fails if the page counts other lines than those that distributing the project changes."""
+    removed, added = changed_lines(IMAGE_FOLDER)
+    text = f"`diff` shows {len(added)} lines in place of {len(removed)}:"
+    assert text in " ".join(OWN_LOOP.read_text().split())
 
 
 def test_the_readme_shows_the_difference_as_it_is() -> None:

@@ -57,6 +57,8 @@ def test_the_last_lines_of_a_run() -> None:
     ]
     named = final_lines(SUMMARY, {"data": "imagefolder:my own"}, "x").splitlines()[-1]
     assert "next: hvdtrain evaluate x --data 'imagefolder:my own', or hvdtrain report x" in named
+    of_script = final_lines(SUMMARY, {"script": ["train.py"]}, "x").splitlines()[-1]
+    assert "next: hvdtrain evaluate x --trust-code, or hvdtrain report x" in of_script
 
 
 @pytest.mark.parametrize("speed", [None, float("nan")])

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hvdtrain.errors import UsageError
-from hvdtrain.run.trained import _format_of
+from hvdtrain.run.prediction import _format_of
 from tests.unit.commands import ROOT
 from tests.unit.commands import run as run_command
 from tests.unit.folders import make_class, make_folder, pixels
