@@ -44,7 +44,11 @@ CONCEPTS = {
     ),
     "hooks around every module": (
         r"\.register_forward_hook\(",
-        {"hvdtrain.audit.digests", "hvdtrain.evidence.verify_n.passes"},  # of all; of suspects
+        {
+            "hvdtrain.audit.digests",  # of all
+            "hvdtrain.evidence.verify_n.passes",  # of suspects
+            "hvdtrain.integrations.ddp",  # of the whole model
+        },
     ),
     "reading YAML": (r"yaml\.compose\(", {"hvdtrain.config.options"}),
     "ratios of paired rounds": (r"statistics\.quantiles\(", {"hvdtrain.lab.bench.rounds"}),

@@ -52,6 +52,7 @@ def test_workers_have_their_place(tmp_path: Path) -> None:
                 "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "alpha",
                 "MASTER_PORT": "23456",
+                "TORCHELASTIC_RUN_ID": "hvdtrain",
                 "HOROVOD_RANK": str(rank),
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
