@@ -22,7 +22,9 @@ from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.data.builtin import import_torchvision
+from hvdtrain.pulse import Pulse
 
+pulse = Pulse.from_environment()  # reports, so that a short limit is for the last training alone
 import_torchvision()  # transformers imports it
 from lightning import Callback  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # noqa: E402
@@ -30,7 +32,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 
 from hvdtrain.errors import AuditMismatch, UsageError  # noqa: E402
 from hvdtrain.integrations import lightning, transformers  # noqa: E402
-from hvdtrain.pulse import Pulse  # noqa: E402
 from tests.parallel.scripts.lightning_loop import Digits, make_loader, make_trainer  # noqa: E402
 
 SCRIPTS = Path(__file__).parent
@@ -49,22 +50,23 @@ def run_script(path: Path) -> None:
 
 
 class Net(torch.nn.Module):
-    """A network for the Trainer, all of it with reentrant checkpointing; it may stop at a call."""
+    """A network for the Trainer, with checkpointing of all its activations."""
 
-    def __init__(self, stops_at: int = 0) -> None:
+    def __init__(self, reentrant: bool, stops_at: int) -> None:
         super().__init__()
-        self.layer, self.calls, self.stops_at = torch.nn.Linear(4, 3), 0, stops_at
+        self.layer, self.calls = torch.nn.Linear(4, 3), 0
+        self.reentrant, self.stops_at = reentrant, stops_at
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         self.calls += 1
         if self.calls == self.stops_at:
             time.sleep(SLEEP_S)
-        scores = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        scores = checkpoint(self.layer, x.requires_grad_(), use_reentrant=self.reentrant)
         return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
 
 
 def faulty(step: int) -> Callable[..., Any]:
-    """Return a communication hook of DDP that gives rank 1 a wrong element at its `step`-th call."""
+    """Return a communication hook of DDP that gives rank 1 a wrong element at call `step`."""
     calls = itertools.count(1)
 
     def hook(state, bucket):  # no annotations: DDP reads them
@@ -97,7 +99,9 @@ class InstallInLightning(Callback):
         trainer.model.register_comm_hook(None, faulty(3))
 
 
-def train(steps: int, resume: bool, *callbacks: TrainerCallback, stops_at: int = 0) -> None:
+def train(
+    steps: int, *callbacks: TrainerCallback, resume: bool = False, stops_at: int | None = None
+) -> None:
     """Train by the Trainer, two backward passes a step, with checkpoints of every second step."""
     arguments = TrainingArguments(
         output_dir=str(FOLDER / "trainer"),
@@ -113,7 +117,12 @@ def train(steps: int, resume: bool, *callbacks: TrainerCallback, stops_at: int =
         use_cpu=True,
     )
     data = [{"x": torch.randn(4), "labels": torch.tensor(n % 3)} for n in range(96)]
-    trainer = Trainer(Net(stops_at), arguments, train_dataset=data, eval_dataset=data[:12])
+    trainer = Trainer(
+        Net(stops_at is None, stops_at or 0),
+        arguments,
+        train_dataset=data,
+        eval_dataset=data[:12],
+    )
     for callback in callbacks:
         if isinstance(callback, Install):
             callback.trainer = trainer
@@ -129,13 +138,12 @@ def note_mismatch(name: str, action: Any) -> None:
 
 
 def main() -> None:
-    pulse = Pulse.from_environment()  # the short limit is for the last training alone
     for path in (EXAMPLE, SCRIPTS / "accelerate_loop.py", SCRIPTS / "lightning_loop.py"):
         run_script(path)
         pulse.beat("prepare")
     audit = transformers.AuditCallback(every=2, evidence=FOLDER / "evidence")
-    train(2, False, audit)
-    note_mismatch("trainer", lambda: train(6, True, Install(faulty(2)), audit))
+    train(2, audit)
+    note_mismatch("trainer", lambda: train(6, Install(faulty(2)), audit, resume=True))
     callback = lightning.AuditCallback(evidence=None, every=1)
     by_lightning = make_trainer(callbacks=[InstallInLightning(), callback])
     note_mismatch("lightning", lambda: by_lightning.fit(Digits(), make_float_loader()))
@@ -146,7 +154,7 @@ def main() -> None:
     except UsageError as error:
         print(error)
     pulse.beat("prepare")
-    train(6, False, transformers.AuditCallback(), stops_at=3 if dist.get_rank() == 1 else 0)
+    train(6, transformers.AuditCallback(), stops_at=3 if dist.get_rank() == 1 else 0)
 
 
 def make_float_loader() -> torch.utils.data.DataLoader:
