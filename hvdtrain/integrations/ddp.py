@@ -42,8 +42,8 @@ class TrainingWatch:
         """Take the options of GradientAudit; raises UsageError for an invalid one."""
         report_uncaught()
         refuse(f"AuditCallback: {text}" for text in check_options(every, parts, compression))
-        self._every, self._options = every, {"parts": parts, "compression": compression}
-        self._evidence = evidence
+        self._every, self._evidence = every, evidence
+        self._parts, self._compression = parts, compression
         self._audit: GradientAudit | None = None
         self._pulse = Pulse()
         self._is_training = self._is_followed = False
@@ -62,7 +62,12 @@ class TrainingWatch:
         self._audit = None
         if self._size > 1:
             self._audit = GradientAudit(
-                model, None, self._every, evidence=self._evidence, steps_done=step, **self._options
+                model,
+                every=self._every,
+                parts=self._parts,
+                compression=self._compression,
+                evidence=self._evidence,
+                steps_done=step,
             )
         self._hooks.callback(model.register_forward_pre_hook(self._begin_pass).remove)
         self._hooks.callback(model.register_forward_hook(self._follow_outputs).remove)
@@ -153,4 +158,4 @@ def check_size(size: int, advice: str) -> None:
 
 def _queue(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the current backward pass, after those queued before."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
