@@ -56,8 +56,8 @@ class AuditCallback(Callback):
                 ),
                 (
                     not pl_module.automatic_optimization,
-                    "AuditCallback: automatic_optimization=False: the exchanges of a step cannot "
-                    "be told apart: use hvdtrain.GradientAudit, and its check() after each",
+                    "AuditCallback: automatic_optimization=False: which exchange belongs to "
+                    "which optimizer is unknown: use hvdtrain.GradientAudit, and its check() after each",
                 ),
             )
         )

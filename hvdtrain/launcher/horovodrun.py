@@ -285,11 +285,14 @@ def worker_environment(
         **({} if "OMP_NUM_THREADS" in of_user else {CORES_SHARED_OUT: "1"}),
     }
     threads = max(1, usable_cores(environment) // int(local_size))
-    defaults = {"OMP_NUM_THREADS": str(threads), **OF_PYTHON}
-    if not any(map(glob.glob, DEVICES)):  # without it, each worker of Accelerate would be alone
-        defaults["ACCELERATE_USE_CPU"] = "true"
+    defaults = {"OMP_NUM_THREADS": str(threads), **OF_PYTHON, **_of_accelerate()}
     interfaces = own_interfaces(environment)
     chosen = interfaces | _selected(orders.environment, interfaces)
     # horovodrun sets PYTHONUNBUFFERED for the agent; for the worker the user's value counts.
     of_agent = {name: value for name, value in environment.items() if name not in defaults}
     return of_agent | defaults | of_user | of_host | chosen | of_job
+
+
+def _of_accelerate() -> dict[str, str]:
+    """Return what Accelerate needs on a host without GPUs, where it would connect no workers."""
+    return {} if any(map(glob.glob, DEVICES)) else {"ACCELERATE_USE_CPU": "true"}

@@ -128,8 +128,8 @@ def test_a_fault_is_named(job: Finished, folder: Path, trainer: str, step: int) 
 
 
 def test_what_is_refused(job: Finished) -> None:
-    """Fails if the loops of Lightning whose exchanges cannot be told apart are audited wrongly."""
-    assert "AuditCallback: automatic_optimization=False: the exchanges" in job.output
+    """Fails if the loops of Lightning with several exchanges a step are audited wrongly."""
+    assert "AuditCallback: automatic_optimization=False: which exchange" in job.output
 
 
 def test_a_stuck_trainer_is_noticed(job: Finished) -> None:

