@@ -57,7 +57,7 @@ class AuditCallback(Callback):
                 (
                     not pl_module.automatic_optimization,
                     "AuditCallback: automatic_optimization=False: which exchange belongs to "
-                    "which optimizer is unknown: use hvdtrain.GradientAudit, and its check() after each",
+                    "which optimizer is unknown: call check() of hvdtrain.GradientAudit after each",
                 ),
             )
         )

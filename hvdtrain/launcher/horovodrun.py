@@ -284,8 +284,7 @@ def worker_environment(
         RING_TOKEN: orders.ring_token,
         **({} if "OMP_NUM_THREADS" in of_user else {CORES_SHARED_OUT: "1"}),
     }
-    threads = max(1, usable_cores(environment) // int(local_size))
-    defaults = {"OMP_NUM_THREADS": str(threads), **OF_PYTHON, **_of_accelerate()}
+    defaults = _defaults(usable_cores(environment) // int(local_size))
     interfaces = own_interfaces(environment)
     chosen = interfaces | _selected(orders.environment, interfaces)
     # horovodrun sets PYTHONUNBUFFERED for the agent; for the worker the user's value counts.
@@ -293,6 +292,9 @@ def worker_environment(
     return of_agent | defaults | of_user | of_host | chosen | of_job
 
 
-def _of_accelerate() -> dict[str, str]:
-    """Return what Accelerate needs on a host without GPUs, where it would connect no workers."""
-    return {} if any(map(glob.glob, DEVICES)) else {"ACCELERATE_USE_CPU": "true"}
+def _defaults(cores: int) -> dict[str, str]:
+    """Return the variables of a worker with so many cores of its host that a user may set."""
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores)), **OF_PYTHON}
+    if not any(map(glob.glob, DEVICES)):  # Accelerate would connect no workers
+        defaults["ACCELERATE_USE_CPU"] = "true"
+    return defaults
