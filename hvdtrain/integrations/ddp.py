@@ -16,6 +16,7 @@ Outputs, not parameters: with reentrant activation checkpointing a backward pass
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -101,6 +102,7 @@ class TrainingWatch:
             say(summary)
         if self._audit:
             self._audit.close()
+            atexit.register(_leave_group)
         self._audit, self._is_training = None, False
         self._pulse.finish()
 
@@ -138,6 +140,12 @@ def joined_size() -> int:
     distributed = torch.distributed
     joined = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if joined else 1
+
+
+def _leave_group() -> None:
+    """End the threads of Gloo, which otherwise may abort the process as it ends (torch 2.13)."""
+    if joined_size() > 1 and torch.distributed.get_backend() == "gloo":
+        torch.distributed.destroy_process_group()
 
 
 def check_size(size: int, advice: str) -> None:
