@@ -72,6 +72,7 @@ class Pulse:
         except (OSError, ValueError):  # no agent, or the variable was inherited without the pipe
             return cls()
         pulse = cls(fd)
+        faulthandler.unregister(STACKS_SIGNAL)  # a library may have removed its handler
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
         pulse._report(f"?{os.getpid()}")
         return pulse

@@ -40,6 +40,7 @@ class AuditCounts:
     every: int
     follows: bool = False  # whether an optimizer calls check()
     trains: bool = False  # whether a backward pass has reached the model
+    resumed: int = 0  # number of steps before the first
     calls: int = 0  # number of calls of check()
     checked: int = 0
     failed: int = 0
@@ -55,14 +56,18 @@ class AuditCounts:
 
     def warn_if_idle(self) -> None:
         """Print a warning if an audit was due, but nothing was checked."""
-        due = self.trains if self.calls == 0 else self.calls >= self.every
+        due = self.trains if self.calls == 0 else self.resumed + self.calls >= self._first
         crashed = hasattr(sys, "last_value")  # the error is then printed instead
         if due and not self.checked and self.ranks > 1 and self.rank == 0 and not crashed:
             complain(f"hvdtrain: warning: {self.summary()}")
 
+    @property
+    def _first(self) -> int:
+        return (self.resumed // self.every + 1) * self.every
+
     def _reason(self) -> str:
-        if 0 < self.calls < self.every:
-            return f": the first audit is due at step {self.every}"
+        if self.calls > 0 and self.resumed + self.calls < self._first:
+            return f": the first audit is due at step {self._first}"
         if self.calls > 0:
             return ": no backward pass has reached the model that GradientAudit was given"
         if self.follows:
@@ -84,6 +89,7 @@ class GradientAudit:
         evidence: str | Path | None = "audit",
         transport: Transport | None = None,
         op: str = "average",
+        steps_done: int = 0,
     ) -> None:
         """Collective: construct on every rank at the same point, before the first backward pass.
 
@@ -92,25 +98,22 @@ class GradientAudit:
         a single process leaves nothing to check. `parts`: cover one of so many parts of the
         gradients in each audit. `compression`: none or fp16, and `op`: average or sum, as in the
         optimizer. `evidence`: the folder for the gradients of a mismatch. `transport`: by default a
-        ring over this job's ranks. Raises UsageError for an invalid argument, or without a job. An
-        error of hvdtrain that is not caught ends the script with one message and its exit code.
+        ring over this job's ranks. `steps_done`: those of a resumed run, so that steps are counted
+        on. Raises UsageError for an invalid argument, or without a job. An error of hvdtrain that
+        is not caught ends the script with one message and its exit code.
         """
         report_uncaught()
-        problems = every_problem(
-            (every < 1 or parts < 1, f"every={every}, parts={parts}: must be above 0"),
-            (compression not in ("none", "fp16"), f"compression={compression!r}: none or fp16"),
-            (op not in ERROR_BOUNDS, f"op={op!r}: {' or '.join(ERROR_BOUNDS)}"),
-        )
+        problems = check_options(every, parts, compression, op)
         refuse(f"GradientAudit: {problem}" for problem in problems)
         _refuse_sparse(model, optimizer)
         self._on_record, ring = on_record, transport or _ring_of_this_job()
-        self._progress = AuditCounts(ring.rank, ring.size, every)
+        self._progress = AuditCounts(ring.rank, ring.size, every, resumed=steps_done)
         atexit.register(self._progress.warn_if_idle)
         _notice_first_backward(model, self._progress)
         check = BoundCheck(ring, Reduction(op, compression))
         folder = None if evidence is None else Path(evidence)
         self._auditor = Auditor(model, ring, every, self._note, check, parts, evidence=folder)
-        self._auditor.begin(1)
+        self._auditor.begin(steps_done + 1)
         if optimizer is not None and not isinstance(joined(), SingleProcess):
             self._follow(optimizer)
 
@@ -121,8 +124,9 @@ class GradientAudit:
         AuditMismatch on all ranks if a gradient is beyond its rounding bound.
         """
         self._progress.calls += 1
-        self._auditor.reduced(self._progress.calls)
-        self._auditor.begin(self._progress.calls + 1)
+        step = self._progress.resumed + self._progress.calls
+        self._auditor.reduced(step)
+        self._auditor.begin(step + 1)
 
     @property
     def checked(self) -> int:
@@ -169,6 +173,15 @@ class GradientAudit:
 
         self._progress.follows = True
         optimizer.synchronize = synchronize_and_check
+
+
+def check_options(every: int, parts: int, compression: str, op: str = "average") -> list[str]:
+    """Return the problems of options of an audit."""
+    return every_problem(
+        (every < 1 or parts < 1, f"every={every}, parts={parts}: must be above 0"),
+        (compression not in ("none", "fp16"), f"compression={compression!r}: none or fp16"),
+        (op not in ERROR_BOUNDS, f"op={op!r}: {' or '.join(ERROR_BOUNDS)}"),
+    )
 
 
 def _refuse_sparse(model: torch.nn.Module, optimizer: Any) -> None:

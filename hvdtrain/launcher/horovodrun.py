@@ -1,5 +1,6 @@
 """The horovodrun command line of a job, and the environments of horovodrun and its workers."""
 
+import glob
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from hvdtrain.interpreter import module_argv, python_path
 from hvdtrain.launcher.processes import is_writable, run_child
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.network import own_interfaces
-from hvdtrain.pulse import RING_TOKEN
+from hvdtrain.pulse import JOB, RING_TOKEN
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 
 # User variables that horovodrun and mpirun need; no others, since with Gloo horovodrun puts its
@@ -60,6 +61,11 @@ OF_PYTHON = {
     "PYTHONUNBUFFERED": "1",  # logs must not lag behind
     "PYTHONFAULTHANDLER": "1",  # SIGABRT, the launcher's or native code's, prints Python stacks
 }
+# A Linux host that has none of these files has only CPUs to compute on.
+DEVICES = (
+    *("/proc/driver/nvidia", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/dri/render*"),
+    *("/dev/accel*", "/dev/davinci*", "/dev/hl[0-9]*", "/dev/neuron*"),
+)
 # Rank 0's address, set by the launcher once hosts are selected.
 MASTER_ADDR, MASTER_PORT = "HVDTRAIN_MASTER_ADDR", "HVDTRAIN_MASTER_PORT"
 VERSION_LIMIT_S = 30.0  # for `mpirun --version`
@@ -274,13 +280,21 @@ def worker_environment(
         "LOCAL_WORLD_SIZE": local_size,
         "MASTER_ADDR": environment.get(MASTER_ADDR, "127.0.0.1"),
         "MASTER_PORT": environment.get(MASTER_PORT, "29500"),
+        "TORCHELASTIC_RUN_ID": orders.environment.get(JOB, "hvdtrain"),  # Lightning looks for it
         RING_TOKEN: orders.ring_token,
         **({} if "OMP_NUM_THREADS" in of_user else {CORES_SHARED_OUT: "1"}),
     }
-    threads = max(1, usable_cores(environment) // int(local_size))
-    defaults = {"OMP_NUM_THREADS": str(threads), **OF_PYTHON}
+    defaults = _defaults(usable_cores(environment) // int(local_size))
     interfaces = own_interfaces(environment)
     chosen = interfaces | _selected(orders.environment, interfaces)
     # horovodrun sets PYTHONUNBUFFERED for the agent; for the worker the user's value counts.
     of_agent = {name: value for name, value in environment.items() if name not in defaults}
     return of_agent | defaults | of_user | of_host | chosen | of_job
+
+
+def _defaults(cores: int) -> dict[str, str]:
+    """Return the variables of a worker with so many cores of its host that a user may set."""
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores)), **OF_PYTHON}
+    if not any(map(glob.glob, DEVICES)):  # Accelerate would connect no workers
+        defaults["ACCELERATE_USE_CPU"] = "true"
+    return defaults

@@ -30,7 +30,7 @@ from launch.install import system
 from launch.install.torch_packages import install_torch, install_torchvision, load_torchvision
 
 EXTRAS = "distributed"
-TEST_EXTRAS = "distributed,test,transformers,peft"  # the last two of examples that are tested
+TEST_EXTRAS = "distributed,test,transformers,peft,lightning"  # the last three: imported by tests
 STAMP = "hvdtrain-setup.json"
 
 

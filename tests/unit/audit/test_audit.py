@@ -542,6 +542,33 @@ def test_an_audit_that_never_checked_prints_a_warning(
     assert warnings == (f"hvdtrain: warning: {summary}\n" if warns else "")
 
 
+def test_a_resumed_loop_counts_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if other steps are audited than in a loop that was not interrupted, or if a loop that
+    ends before the next audit is blamed.
+    """
+
+    def work(transport: Transport) -> list[int]:
+        model, audited = torch.nn.Linear(3, 1), []
+        audit = GradientAudit(
+            model,
+            every=4,
+            transport=transport,
+            on_record=lambda record: audited.append(record.step),
+            evidence=None,
+            steps_done=10,
+        )
+        for step in (11, 12, 13):
+            model(torch.ones(1, 3)).sum().backward()
+            audit.check()
+            if step == 11:
+                audit._progress.warn_if_idle()
+                assert audit.summary().endswith(": the first audit is due at step 12")
+        return audited
+
+    assert run_in_process(2, work) == [[12], [12]]
+    assert capsys.readouterr().err == ""
+
+
 IDLE = """
 import torch
 from hvdtrain import GradientAudit

@@ -32,6 +32,7 @@ LAYERS = {
     "launch.containers": 5,
     "launch.install": 5,
     "hvdtrain.run": 4,
+    "hvdtrain.integrations": 4,
     "hvdtrain.records": 3,
     "hvdtrain.train": 3,
     "hvdtrain.audit": 3,
@@ -65,7 +66,14 @@ VERSION = "hvdtrain.__version__"  # a plain constant
 TORCH_STARTS_AT = 2
 LAB = "hvdtrain.lab"
 MAY_IMPORT_LAB = (LAB, "hvdtrain.cli")  # what trains does not know how it is measured
-ONLY_IMPORTERS = {"horovod": "hvdtrain.exchange.horovod", "mpi4py": "hvdtrain.ring.transports.mpi"}
+ONLY_IMPORTERS = {
+    "horovod": "hvdtrain.exchange.horovod",
+    "mpi4py": "hvdtrain.ring.transports.mpi",
+    "accelerate": "hvdtrain.integrations.transformers",
+    "transformers": "hvdtrain.integrations.transformers",
+    "lightning": "hvdtrain.integrations.lightning",
+    "pytorch_lightning": "hvdtrain.integrations.lightning",
+}
 
 
 def source_files() -> dict[str, Path]:

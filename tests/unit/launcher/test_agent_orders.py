@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import EXIT_FAILED
+from hvdtrain.launcher import horovodrun
 from hvdtrain.launcher.agent import CANNOT_START
-from hvdtrain.launcher.horovodrun import GPU_SELECTION
+from hvdtrain.launcher.horovodrun import GPU_SELECTION, worker_environment
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import RING_TOKEN
 from tests.unit.agents import JOB, LIMIT_S, TOKEN, Job, hostname, parse_environment
@@ -52,6 +53,7 @@ def test_workers_have_their_place(tmp_path: Path) -> None:
                 "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "alpha",
                 "MASTER_PORT": "23456",
+                "TORCHELASTIC_RUN_ID": "hvdtrain",
                 "HOROVOD_RANK": str(rank),
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
@@ -135,6 +137,32 @@ def test_whose_selection_of_gpus_counts(
     job.start(**of_host)
     found = environment_of(job)
     assert {name: it for name, it in found.items() if name in GPU_SELECTION} == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "of_user", "expected"),
+    [
+        ("", {}, "true"),
+        ("kfd", {}, None),
+        ("", {"ACCELERATE_USE_CPU": "false"}, "false"),
+    ],
+)
+def test_workers_of_accelerate_are_connected_on_cpus(
+    device: str,
+    of_user: dict[str, str],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fails if Accelerate takes each worker for the only one where there are just CPUs, is kept
+    from a GPU, or does not obey the user.
+    """
+    (tmp_path / device).touch()
+    monkeypatch.setattr(horovodrun, "DEVICES", (str(tmp_path / "kfd"), str(tmp_path / "nvidia*")))
+    orders = Orders(TOKEN, [], [], "", of_user)
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    found = worker_environment(orders, {f"HOROVOD_{name}": "1" for name in names})
+    assert found.get("ACCELERATE_USE_CPU") == expected
 
 
 def test_secrets_are_in_the_file_alone(job: Job) -> None:
