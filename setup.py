@@ -63,8 +63,8 @@ setup(
         # its local store, a database.
         "mlflow": ["mlflow-skinny>=3.7,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
         "wandb": ["wandb>=0.22,<1"],
-        # Of examples/gpt2.py, lora.py, packed_tokens.py and trainer.py, which the tests run, and of the callbacks in
-        # hvdtrain.integrations. A Trainer needs accelerate.
+        # Of examples/gpt2.py, lora.py, packed_tokens.py and trainer.py, which the tests run, and of
+        # the callbacks in hvdtrain.integrations. A Trainer needs accelerate.
         "transformers": ["accelerate>=1.1,<2", "transformers>=5,<6"],
         "peft": ["accelerate>=1.1,<2", "peft>=0.19,<1", "transformers>=5,<6"],
         "lightning": ["lightning>=2.5,<3"],
