@@ -33,9 +33,20 @@ def commands() -> list[str]:
     return [line.partition("#")[0].strip() for line in section.split("```")[1].strip().splitlines()]
 
 
+def as_in_foreground() -> None:
+    """Let signals of a terminal have their effect, though the tests run under nohup or with `&`."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def close_terminal_after(command: str, folder: Path, environment: Mapping[str, str]) -> str:
     """Run a command in a shell on a terminal, close the terminal, and return what it has shown."""
     master, slave = os.openpty()
+
+    def on_terminal() -> None:
+        as_in_foreground()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     shell = subprocess.Popen(
         ["bash", "-c", f"{command}; echo exit code $?; sleep 600"],
         cwd=folder,
@@ -44,7 +55,7 @@ def close_terminal_after(command: str, folder: Path, environment: Mapping[str, s
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=on_terminal,
     )
     os.close(slave)
     shown = b""
@@ -86,7 +97,12 @@ def test_a_job_outlives_its_terminal(tmp_path: Path) -> None:
         shown = close_terminal_after(start, tmp_path, environment)
         assert "job night goes on in the background" in shown and "exit code 0" in shown
         with subprocess.Popen(
-            shlex.split(attach), cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+            shlex.split(attach),
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=as_in_foreground,
         ) as watching:
             assert watching.stdout is not None
             assert any(line.startswith("step ") for line in watching.stdout)

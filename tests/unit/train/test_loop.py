@@ -343,9 +343,10 @@ def test_ranks_leave_at_either_end_of_a_logged_step() -> None:
     top, wait for what they gather of all ranks.
     """
     exchanges = connect(2)
+    jobs = [make_job(made_up_data(20), 8, exchange, total_steps=7) for exchange in exchanges]
 
     def work(exchange: ThreadExchange) -> tuple[int, int]:
-        job = make_job(made_up_data(20), 8, exchange, total_steps=7)
+        job = jobs[exchange.rank]
         job = replace(job, intervals=replace(job.intervals, log=3))
         state, keeper = State(Meter(exchange, 20, job.task.metrics)), MemoryKeeper(exchange)
         profiler = StepProfiler(None, Path(), SINGLE)
