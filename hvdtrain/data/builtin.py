@@ -43,10 +43,24 @@ FILES = tuple(
 CIFAR10_FOLDER = Path("cifar-10-batches-py")
 CIFAR10_SHAPE = (3, 32, 32)
 UNSIGNED_BYTES = b"\x00\x00\x08"  # how an IDX file of them begins
-# torchvision's class, and the files whose presence makes a download unnecessary.
+WAYS_TO_FASHION_MNIST = (
+    f"Put the IDX files there, unpacked or as .gz, or give their folder, or that which holds "
+    f"{FASHION_FOLDER}, by --data-dir. Debian has them: apt-get install {DEBIAN_PACKAGE} puts "
+    f"them into {DEBIAN_FOLDER}, where they are read without --data-dir"
+)
+# torchvision's class, the files whose presence makes a download unnecessary, and what to do about
+# missing ones.
 KNOWN = {
-    "fashion-mnist": ("FashionMNIST", [FASHION_FOLDER / name for name in FILES]),
-    "cifar10": ("CIFAR10", [CIFAR10_FOLDER / "batches.meta"]),
+    "fashion-mnist": (
+        "FashionMNIST",
+        [FASHION_FOLDER / name for name in FILES],
+        f"Missing there: {{}}. {WAYS_TO_FASHION_MNIST}",
+    ),
+    "cifar10": (
+        "CIFAR10",
+        [CIFAR10_FOLDER / "batches.meta"],
+        "Put there by hand: {} (unpacked), or give --data-dir",
+    ),
 }
 TIMEOUT_S = 15.0
 LOCK_TIMEOUT_S = 1800.0
@@ -123,7 +137,7 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
     if missing:
         raise UsageError(
             f"--data=fashion-mnist: missing in {data_dir / FASHION_FOLDER}: {', '.join(missing)}. "
-            f"{_ways_to_fashion_mnist()}"
+            f"{WAYS_TO_FASHION_MNIST}"
         )
     splits = []
     for part in ("train", "t10k"):
@@ -148,14 +162,6 @@ def load_fashion_mnist(data_dir: Path, dtype: torch.dtype) -> Dataset:
             )
         splits.append(TensorSplit(inputs, labels))
     return _of_ten_classes("fashion-mnist", FASHION_SHAPE, splits, FASHION_NAMES)
-
-
-def _ways_to_fashion_mnist() -> str:
-    return (
-        f"Put the IDX files there, unpacked or as .gz, or give their folder, or that which holds "
-        f"{FASHION_FOLDER}, by --data-dir. Debian has them: apt-get install {DEBIAN_PACKAGE} puts "
-        f"them into {DEBIAN_FOLDER}, where they are read without --data-dir"
-    )
 
 
 def load_cifar10(data_dir: Path, dtype: torch.dtype) -> Dataset:
@@ -183,7 +189,7 @@ def fetch(name: str, data_dir: Path) -> None:
     One process per host calls this; a lock keeps other jobs out. Raises UsageError, with the files
     to install by hand, if the download fails.
     """
-    reader, files = KNOWN.get(name, ("", []))
+    reader, files, advice = KNOWN.get(name, ("", [], ""))
     if name == "fashion-mnist":
         files = [FASHION_FOLDER / file for file in fashion_files(data_dir)[1]]
     missing = [str(file) for file in files if not (data_dir / file).is_file()]
@@ -197,12 +203,9 @@ def fetch(name: str, data_dir: Path) -> None:
             getattr(import_torchvision().datasets, reader)(str(data_dir), download=True)
     except Exception as error:  # no network, no permission, a wrong checksum, a full disk
         reason = " ".join(str(error).split())
-        ways = f"Put there by hand: {', '.join(missing)} (unpacked), or give --data-dir"
-        if name == "fashion-mnist":
-            ways = f"Missing there: {', '.join(missing)}. {_ways_to_fashion_mnist()}"
         raise UsageError(
             f"--data={name}: its files are not in {data_dir}, and cannot be downloaded "
-            f"({type(error).__name__}: {reason}). {ways}"
+            f"({type(error).__name__}: {reason}). {advice.format(', '.join(missing))}"
         ) from error
     finally:
         socket.setdefaulttimeout(before)

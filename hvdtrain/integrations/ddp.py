@@ -135,6 +135,23 @@ class TrainingWatch:
         self._pulse.beat("update")
 
 
+class AuditOptions:
+    """What the callbacks of all trainers are constructed with."""
+
+    def __init__(
+        self,
+        every: int = 100,
+        parts: int = 1,
+        compression: str = "none",
+        evidence: str | Path | None = "audit",
+    ) -> None:
+        """Take the options of `hvdtrain.GradientAudit`; raises UsageError for an invalid one.
+
+        `compression`: fp16 with DDP's communication hook of that name, else none.
+        """
+        self._watch = TrainingWatch(every, parts, compression, evidence)
+
+
 def joined_size() -> int:
     """Return the number of workers that torch connects."""
     distributed = torch.distributed

@@ -7,13 +7,12 @@ trainer = Trainer(..., callbacks=[AuditCallback(every=100)])
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.errors import every_problem, refuse
-from hvdtrain.integrations.ddp import TrainingWatch, check_size
+from hvdtrain.integrations.ddp import AuditOptions, check_size
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback
@@ -21,25 +20,12 @@ else:
     from lightning.pytorch import Callback
 
 
-class AuditCallback(Callback):
+class AuditCallback(AuditOptions, Callback):
     """Compare the gradients of DDP with the ring reference, and report progress to the launcher.
 
     The steps that are compared are those whose number is a multiple of `every`, counted as the
     Trainer's `global_step` is. Gradients are compared before they are unscaled or clipped.
     """
-
-    def __init__(
-        self,
-        every: int = 100,
-        parts: int = 1,
-        compression: str = "none",
-        evidence: str | Path | None = "audit",
-    ) -> None:
-        """Take the options of `hvdtrain.GradientAudit`; raises UsageError for an invalid one.
-
-        `compression`: fp16 with DDP's communication hook of that name, else none.
-        """
-        self._watch = TrainingWatch(every, parts, compression, evidence)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Collective: begin. Raises UsageError for manual optimization, or if DDP is not what

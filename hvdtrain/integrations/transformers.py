@@ -6,35 +6,21 @@ trainer = Trainer(..., callbacks=[AuditCallback(every=100)])
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from accelerate.state import AcceleratorState, DistributedType, GradientState
 from transformers import TrainerCallback
 
 from hvdtrain.errors import UsageError
-from hvdtrain.integrations.ddp import TrainingWatch, check_size
+from hvdtrain.integrations.ddp import AuditOptions, check_size
 
 
-class AuditCallback(TrainerCallback):
+class AuditCallback(AuditOptions, TrainerCallback):
     """Compare the gradients of DDP with the ring reference, and report progress to the launcher.
 
     The steps that are compared are those whose number is a multiple of `every`, counted as the
     Trainer's `global_step` is. Gradients are compared before they are unscaled or clipped.
     """
-
-    def __init__(
-        self,
-        every: int = 100,
-        parts: int = 1,
-        compression: str = "none",
-        evidence: str | Path | None = "audit",
-    ) -> None:
-        """Take the options of `hvdtrain.GradientAudit`; raises UsageError for an invalid one.
-
-        `compression`: fp16 with DDP's communication hook of that name, else none.
-        """
-        self._watch = TrainingWatch(every, parts, compression, evidence)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Collective: begin. Raises UsageError if DDP is not what exchanges the gradients."""

@@ -123,9 +123,9 @@ def process_state(pid: int) -> str:
     return _read(pid, "stat").rpartition(")")[2].strip()[:1]
 
 
-def boot_id() -> str:
-    """Return the kernel's id of this boot of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def boot_id(root: Path = Path("/")) -> str:
+    """Return the kernel's id of this boot of the machine. Raises OSError."""
+    return (root / "proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_of(pid: int) -> str:

@@ -14,7 +14,7 @@ from hvdtrain.exchange import Exchange, SingleProcess, join
 from hvdtrain.exchange.agreement import check_equal_on_all_ranks, run_on_all
 from hvdtrain.exchange.connect import connect_workers
 from hvdtrain.pulse import WAITING, Pulse
-from hvdtrain.run.process import leave_at_once, report_failure
+from hvdtrain.run.process import leave_at_once, leave_together
 from hvdtrain.run.tasks import hosts_of
 from hvdtrain.topology import Topology
 
@@ -83,10 +83,7 @@ def joined_workers(topology: Topology) -> Iterator[JoinedWorkers]:
     except KeyboardInterrupt:
         leave_at_once(128 + signal.SIGINT)
     except Exception as error:
-        exit_code = report_failure(error, topology)
-        if exchange.rank > 0:
-            exchange.abandon()
-        leave_at_once(exit_code)
+        leave_together(error, exchange, topology)
 
 
 def _share_cores(exchange: Exchange, topology: Topology) -> None:

@@ -1,5 +1,7 @@
 """The process of a worker: a quick start, memory kept between steps, reports of failures."""
 
+from __future__ import annotations
+
 import atexit
 import ctypes
 import gc
@@ -11,12 +13,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
 
 from hvdtrain import cgroups
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError, Stopped
 from hvdtrain.log import complain
 from hvdtrain.pulse import Pulse
 from hvdtrain.topology import Topology
+
+if TYPE_CHECKING:  # without torch, for a quick start
+    from hvdtrain.exchange import Exchange
 
 # horovodrun ends all workers when the first one ends. Rank 0 prints and ends at once, so that other
 # ranks with the same failure are ended before they print it again.
@@ -91,7 +97,18 @@ def report_failure(error: Exception, topology: Topology) -> int:
     return EXIT_FAILED
 
 
-def leave_at_once(exit_code: int) -> None:
+def leave_together(error: Exception, exchange: Exchange, topology: Topology) -> NoReturn:
+    """Print the error of one of several workers, and end it at once with its exit code.
+
+    Rank 0 fails too, once another rank is gone, and then writes what is to be kept of a run.
+    """
+    exit_code = report_failure(error, topology)
+    if exchange.rank > 0:
+        exchange.abandon()
+    leave_at_once(exit_code)
+
+
+def leave_at_once(exit_code: int) -> NoReturn:
     """End the process without exit handlers: Horovod's and MPI's would wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -34,7 +34,7 @@ from hvdtrain.run.balance import balance
 from hvdtrain.run.hooks import RunKeeper, StepProfiler, find_order, make_audits
 from hvdtrain.run.micro_batch import fit_micro_batch
 from hvdtrain.run.prepare import prepare
-from hvdtrain.run.process import keep_freed_memory, leave_at_once, report_failure
+from hvdtrain.run.process import keep_freed_memory, leave_at_once, leave_together, report_failure
 from hvdtrain.run.resume import (
     Resumable,
     Resumed,
@@ -105,10 +105,7 @@ def join_session(
             pulse.end(error)
             if exchange.size == 1:
                 raise
-            exit_code = report_failure(error, topology)
-            if exchange.rank > 0:
-                exchange.abandon()  # makes rank 0 fail too, which then writes its summary
-            leave_at_once(exit_code)
+            leave_together(error, exchange, topology)
 
 
 @dataclass(frozen=True)

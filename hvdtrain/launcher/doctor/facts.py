@@ -24,7 +24,7 @@ from hvdtrain.files import nearest_existing, why_not_written
 from hvdtrain.interpreter import WITHOUT_FOLDER
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.horovodrun import mpi_of
-from hvdtrain.launcher.processes import own_passwd_entry, run_child
+from hvdtrain.launcher.processes import boot_id, own_passwd_entry, run_child
 from hvdtrain.network import interfaces
 
 Sources = dict[str, Callable[[], Any]]  # fact -> function that determines it
@@ -97,7 +97,7 @@ def machine(root: Path = ROOT) -> str | None:
     the namespaces that make containers on one kernel machines of their own. None: not readable.
     """
     try:
-        boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id(root)
         spaces = [str((root / "proc/self/ns" / name).readlink()) for name in ("net", "uts")]
     except OSError:
         return None
