@@ -66,6 +66,7 @@ dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 total = torch.ones(1) * (1 + dist.get_rank())
 dist.all_reduce(total)
 print("interface", os.environ["GLOO_SOCKET_IFNAME"], "total", total.item())
+dist.destroy_process_group()
 """
 
 
