@@ -12,7 +12,7 @@ from hvdtrain.topology import Topology
 VALUES = (
     *MAY_NAME_CODE,
     *("data_dir", "image_size", "max_image_pixels", "valid_split", "workers", "device"),
-    "skip_bad_samples",
+    *("skip_bad_samples", "eval_batch_size"),
 )
 FLAGS = (
     Flag("source", "evaluate this run or checkpoint", metavar="RUN_OR_CHECKPOINT"),

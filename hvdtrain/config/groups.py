@@ -85,6 +85,12 @@ class BatchConfig(FlagGroup):
         "this many, ends with the same bits",
         POSITIVE,
     )
+    eval_batch_size: int | None = free_flag(
+        None,
+        "evaluate this many samples at a time on each worker (default: as many as all workers take "
+        "in one pass, at most 512)",
+        POSITIVE,
+    )
     rank_weights: str | None = free_flag(
         None,
         "share out batches, or virtual workers, by a weight per worker, such as 1,1,2 (default: "
@@ -160,6 +166,11 @@ class OptimizerConfig(FlagGroup):
     def betas(self) -> tuple[float, ...] | None:
         """Return the numbers of --opt-betas."""
         return tuple(numbers_of(self.opt_betas)) if self.opt_betas else None
+
+    @property
+    def ema_decay(self) -> float | None:
+        """Return the decay of the moving average of the weights, if there is one."""
+        return self.model_ema_decay if self.model_ema else None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class LoopOptions(TypedDict, total=False):
     grad_accum_steps: int
     micro_batch: Literal["auto"] | None
     virtual_workers: int | None
+    eval_batch_size: int | None
     rank_weights: str | None
     clip_grad: float | None
     model_ema: bool

@@ -20,7 +20,7 @@ from hvdtrain.tensors import CPU, changed
 
 Parts = dict[tuple[int, int], Indices]  # of a global batch, by share and micro-batch
 
-EVALUATION_BATCH = 512  # unless the split has another: limits memory, does not affect results
+EVALUATION_BATCH = 512  # at most: limits memory, and is fast enough
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,13 @@ def may_skip(split: Split) -> bool:
     return hasattr(split, "stream") and bool(getattr(split, "may_skip", False))
 
 
-def evaluation_batch(split: Split) -> int:
-    """Return the number of samples to evaluate at a time on one rank."""
-    return getattr(split, "batch_size", None) or EVALUATION_BATCH
+def evaluation_batch(split: Split, chosen: int | None = None, most: int | None = None) -> int:
+    """Return the number of samples to evaluate at a time on one rank.
+
+    `chosen`: by an option, else it is that of the split. `most`: for a split without any.
+    """
+    default = min(most or EVALUATION_BATCH, EVALUATION_BATCH)
+    return chosen or getattr(split, "batch_size", None) or default
 
 
 def in_order(split: Split) -> bool:
@@ -209,7 +213,7 @@ class PartSplit:
         self._start = self.first = start
         self._samples = samples
         self.may_skip = may_skip(part)
-        self.batch_size = evaluation_batch(part)
+        self.batch_size = getattr(part, "batch_size", None)
 
     def __len__(self) -> int:
         return self._samples

@@ -21,7 +21,7 @@ from hvdtrain.models import advice_on_size, notice_on_size
 from hvdtrain.models.execution import compile_forward, require_compiler, use_channels_last
 from hvdtrain.ring import split_evenly
 from hvdtrain.run.script import Script
-from hvdtrain.run.tasks import TaskData, build_model, chosen_by
+from hvdtrain.run.tasks import TaskData, build_model, chosen_by, valid_batch
 from hvdtrain.tasks import Task, check_sums
 from hvdtrain.topology import CORES_SHARED_OUT, Topology
 from hvdtrain.train.batchnorm import convert_to_sync, has_batch_norm, normalises_over_batch
@@ -59,11 +59,10 @@ def prepare(
     feed = _feed(config, source, sampler, model, exchange, script)
     state, settings = script.further_state if script else (), config.optimizer
     _refuse_unreadable_state(model, optimizers, state)
-    ema_decay = settings.model_ema_decay if settings.model_ema else None
     return Job(
         model=model,
         optimizers=optimizers,
-        update=Update(model, device, config.precision.amp, settings.clip_grad, ema_decay),
+        update=Update(model, device, config.precision.amp, settings.clip_grad, settings.ema_decay),
         task=source.task,
         data=source.data,
         feed=feed,
@@ -71,6 +70,7 @@ def prepare(
         schedule=schedule,
         total_steps=config.schedule.total_steps(sampler.steps_per_epoch),
         device=device,
+        valid_batch=valid_batch(source.data.valid, config.batch, sampler.global_batch_size),
         intervals=_intervals(config.run, config.check.hash_every),
         reduction=_reduction(config.precision, exchange.ring_size),
         fingerprints=source.fingerprints,

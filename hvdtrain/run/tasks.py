@@ -21,11 +21,11 @@ from hvdtrain.data import (
     load_dataset,
 )
 from hvdtrain.data.builtin import fetch
-from hvdtrain.data.feeding import PartSplit, in_order
+from hvdtrain.data.feeding import PartSplit, evaluation_batch, in_order
 from hvdtrain.data.loader_order import DrawnBatchSampler, LoaderOrder
 from hvdtrain.data.mixing import mixed
 from hvdtrain.data.sketch import SKETCH, sketch_of
-from hvdtrain.data.splits import Fingerprint, Splits, check_split, fingerprint, is_endless
+from hvdtrain.data.splits import Fingerprint, Split, Splits, check_split, fingerprint, is_endless
 from hvdtrain.errors import UsageError, refuse
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import run_on_all
@@ -96,6 +96,12 @@ class TaskData:
                 "Leave the flag out"
             )
         return sampler
+
+
+def valid_batch(split: Split, batch: BatchConfig, global_batch_size: int) -> int:
+    """Return the number of samples of the validation data to evaluate at a time on one rank."""
+    pass_samples = -(-global_batch_size // batch.grad_accum_steps)
+    return evaluation_batch(split, batch.eval_batch_size, pass_samples)
 
 
 def chosen_by(config: TrainConfig, kind: str) -> tuple[str, str]:

@@ -13,7 +13,6 @@ from hvdtrain.config.fields import flag_of
 from hvdtrain.config.options import MAY_NAME_CODE, build_config, explicit_options, known_options
 from hvdtrain.config.plugins import is_plugin, refuse_code_of, refuse_data_of
 from hvdtrain.data import BatchShares
-from hvdtrain.data.feeding import evaluation_batch
 from hvdtrain.data.splits import Splits
 from hvdtrain.documents import check
 from hvdtrain.errors import HvdtrainError, UsageError
@@ -21,7 +20,7 @@ from hvdtrain.files import write_json
 from hvdtrain.log import counted, say
 from hvdtrain.run.joined import JoinedWorkers
 from hvdtrain.run.script import Script, run_script
-from hvdtrain.run.tasks import build_data, build_model, build_task, find_source
+from hvdtrain.run.tasks import build_data, build_model, build_task, find_source, valid_batch
 from hvdtrain.tasks import Task
 from hvdtrain.train.checkpoint import STATE_FILE, DamagedCheckpoint, load_state, load_weights
 from hvdtrain.train.devices import choose_device
@@ -31,6 +30,7 @@ from hvdtrain.train.step import Step
 from hvdtrain.weights import find_weights
 
 Weights = dict[str, torch.Tensor]
+OF_ANY_RUN = ("device", "eval_batch_size")  # options to replace that are no script's own
 
 
 class Saved(NamedTuple):
@@ -51,8 +51,8 @@ class Saved(NamedTuple):
 class Recorded(NamedTuple):
     """How a checkpoint was trained: by the command `train`, or by a script."""
 
-    config: TrainConfig | None  # with the flags of this command
-    script: list[str]
+    config: TrainConfig  # with the flags of this command; of a script the options of its loop
+    script: list[str] | None = None
 
 
 def evaluate(arguments: dict[str, Any], overrides: Sequence[str], workers: JoinedWorkers) -> None:
@@ -63,10 +63,10 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str], workers: Joine
     source = Path(arguments["source"])
     saved = workers.run("checkpoint", lambda: read_checkpoint(source))
     recorded = workers.run("configuration", lambda: _recorded(saved, arguments, overrides))
-    if recorded.config is None:
-        _run_script(recorded.script, saved, arguments, workers)
-        return
     config = recorded.config
+    if recorded.script is not None:
+        _run_script(recorded.script, config, saved, arguments, workers)
+        return
     task, data = _data_of(config, workers)
     classes = saved.takeaway.get("classes")
 
@@ -80,7 +80,7 @@ def evaluate(arguments: dict[str, Any], overrides: Sequence[str], workers: Joine
 
     model = workers.run("model", build)
     further = {"classes": classes}
-    _evaluate(model, task, data, config.model.device, arguments["json"], workers, further)
+    _evaluate(model, task, data, config, arguments["json"], workers, further)
 
 
 def _recorded(saved: Saved, arguments: dict[str, Any], overrides: Sequence[str]) -> Recorded:
@@ -94,25 +94,28 @@ def _recorded(saved: Saved, arguments: dict[str, Any], overrides: Sequence[str])
         parsed(source, check, {"script": command}, {"script": [str]})
         if not arguments["trust_code"]:
             refuse_code_of(source, {}, command)
-        if refused := [name for name in explicit_options(arguments, overrides) if name != "device"]:
+        explicit = explicit_options(arguments, overrides)
+        if refused := [name for name in explicit if name not in OF_ANY_RUN]:
             raise UsageError(
                 f"{flag_of(refused[0])}: {source} is the run of a script, which decides "
                 "that itself: leave it out"
             )
-        return Recorded(None, command)
     stored = parsed(source, known_options, takeaway["config"])
     stored |= {"device": "auto", "resume": None, "data_placement": "shared"}
+    if command:
+        return Recorded(build_config(explicit, recorded=stored), command)
     recorded = chosen(source, stored, overrides, arguments)
     config = build_config(explicit_options(arguments, overrides), recorded=recorded)
     if (config.model.num_classes or 0) > sum(tensor.numel() for tensor in saved.weights.values()):
         raise UsageError(f"{source}: has {config.model.num_classes:,} classes, and fewer weights")
-    return Recorded(replace(config, batch=BatchConfig()), [])
+    return Recorded(config)
 
 
 def _data_of(
     config: TrainConfig, workers: JoinedWorkers, script: Script | None = None
 ) -> tuple[Task, Splits]:
     """Collective: return the task and its data, which must be the same on all workers."""
+    config = replace(config, batch=BatchConfig())  # the shares are others
     if workers.exchange.size > 1:
         local_rank = workers.topology.local_rank
         source = find_source(config, workers.exchange, local_rank, script)
@@ -135,7 +138,11 @@ def _other_classes(classes: Any, trained: Any) -> str:
 
 
 def _run_script(
-    command: list[str], saved: Saved, arguments: dict[str, Any], workers: JoinedWorkers
+    command: list[str],
+    config: TrainConfig,
+    saved: Saved,
+    arguments: dict[str, Any],
+    workers: JoinedWorkers,
 ) -> None:
     """Collective: evaluate these weights as a script does, without any step of its loop.
 
@@ -153,9 +160,8 @@ def _run_script(
         has_begun = True
         yield from ()
         model = workers.run("script", lambda: checked(script))
-        task, data = _data_of(TrainConfig(), workers, script)
-        device_name = arguments["device"] or "auto"
-        _evaluate(model, task, data, device_name, arguments["json"], workers)
+        task, data = _data_of(config, workers, script)
+        _evaluate(model, task, data, config, arguments["json"], workers)
         return 0
 
     def fail(error: BaseException) -> None:
@@ -175,7 +181,7 @@ def _evaluate(
     model: torch.nn.Module,
     task: Task,
     data: Splits,
-    device_name: str,
+    config: TrainConfig,
     file: str | None,
     workers: JoinedWorkers,
     further: dict[str, Any] | None = None,
@@ -185,12 +191,13 @@ def _evaluate(
     """
     exchange = workers.exchange
     workers.check_same(model)
-    shares = BatchShares(len(data.valid), evaluation_batch(data.valid), exchange.size)
+    batch_size = valid_batch(data.valid, config.batch, config.batch.resolve(workers=1))
+    shares = BatchShares(len(data.valid), batch_size, exchange.size)
 
     def sums() -> RankSums:
-        device = choose_device(device_name, workers.topology)
+        device = choose_device(config.model.device, workers.topology)
         placed = model.to(device), task, data.valid, shares, exchange.rank, device
-        return sum_of_rank(*placed, workers.is_stopped)
+        return sum_of_rank(*placed, workers.is_stopped, batch_size=batch_size)
 
     evaluation = workers.run("evaluate", sums).over_ranks(exchange)
     if evaluation.samples == 0:

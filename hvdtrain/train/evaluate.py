@@ -94,6 +94,7 @@ def evaluate(
     seed: Seed = lambda share, number, reading: None,
     waits: Callable[[], None] = lambda: None,
     looks: bool = False,
+    batch_size: int | None = None,
 ) -> Evaluation:
     """Collective: return the means of loss and metrics, and the tables, over all of `split`.
 
@@ -102,9 +103,8 @@ def evaluate(
     for the rest see `sum_of_rank`. Raises Interrupted on all ranks if `stop_requested()` is true on
     any.
     """
-    sums = sum_of_rank(
-        model, task, split, shares, exchange.rank, device, stop_requested, seed, looks
-    )
+    placed = model, task, split, shares, exchange.rank, device
+    sums = sum_of_rank(*placed, stop_requested, seed, looks, batch_size)
     waits()
     return sums.over_ranks(exchange)
 
@@ -119,17 +119,19 @@ def sum_of_rank(
     stop_requested: Callable[[], bool] = lambda: False,
     seed: Seed = lambda share, number, reading: None,
     looks: bool = False,
+    batch_size: int | None = None,
 ) -> RankSums:
     """Return the sums over the samples of a rank.
 
-    `seed` is called before a batch is read, and before it is used. Raises UsageError if this
-    `looks` at how the loss of the first batch is made, and finds a mean.
+    `seed` is called before a batch is read, and before it is used. `batch_size`: samples at a time;
+    None: as the split has it, or the default. Raises UsageError if this `looks` at how the loss of
+    the first batch is made, and finds a mean.
     """
     names = valid_metrics_of(task)
     rows = torch.zeros((shares.rows, LOSS + 1 + len(names)), dtype=torch.float64)
     tables, outputs = TableSums(task.tables, shares.table_rows), SampleOutputs(task)
     with torch.no_grad(), in_evaluation_mode(model):
-        for row, first, loaded in _read(split, shares, rank, seed):
+        for row, first, loaded in _read(split, shares, rank, seed, batch_size):
             if stop_requested():
                 rows[row, STOP] = 1
                 break
@@ -211,12 +213,16 @@ def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _read(
-    split: Split, shares: SharesLike | BatchShares, rank: int, seed: Seed
+    split: Split,
+    shares: SharesLike | BatchShares,
+    rank: int,
+    seed: Seed,
+    batch_size: int | None,
 ) -> Iterator[tuple[int, int, Loaded]]:
     """Yield the batches of a rank, after the row of their share and the number of their first
     sample; they are read ahead.
     """
-    ahead, now = itertools.tee(_parts(split, shares, rank))
+    ahead, now = itertools.tee(_parts(split, shares, rank, batch_size))
     batches = stream(split, (indices for _, _, indices in ahead), epoch=0)
     for share, number, indices in now:
         seed(share, number, True)
@@ -226,10 +232,10 @@ def _read(
 
 
 def _parts(
-    split: Split, shares: SharesLike | BatchShares, rank: int
+    split: Split, shares: SharesLike | BatchShares, rank: int, batch_size: int | None
 ) -> Iterator[tuple[int, int, Indices]]:
     """Yield the samples of a rank, some at a time, after their share and number."""
-    size = evaluation_batch(split)
+    size = evaluation_batch(split, batch_size)
     for share in shares.of_rank(rank):
         share_range = shares.of_all(len(split), share)
         for number, start in enumerate(range(share_range.start, share_range.stop, size)):

@@ -60,6 +60,7 @@ class Job:
     total_steps: int
     device: torch.device
     intervals: Intervals
+    valid_batch: int | None = None  # samples to evaluate at a time on a rank; None: as by default
     reduction: Reduction = SUM
     fingerprints: Sequence[Mapping[str, Any]] = ()  # of the data, on rank 0, checked on resume
     seed: int = 0  # of the virtual workers' random numbers

@@ -274,6 +274,7 @@ class TrainingLoop:
                     seed=partial(job.workers.seed, 0),
                     waits=lambda: pulse.beat("exchange"),
                     looks=self._is_first_evaluation and not job.task.computes_loss,
+                    batch_size=job.valid_batch,
                 )
             self._is_first_evaluation = False
             if evaluation.samples == 0:

@@ -138,7 +138,7 @@ def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
         *("eval_every", "log_to", "pretrained", "profile", "max_image_pixels", "single_worker"),
         *("trace_every", "audit_compute", "bucket_bytes", "grad_checkpointing"),
-        "micro_batch",
+        *("micro_batch", "eval_batch_size"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 

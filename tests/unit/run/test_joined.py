@@ -77,9 +77,9 @@ def test_evaluate_gives_the_same_bits_on_any_number_of_workers(
     figures = json.loads(texts.pop())
     seen: dict[str, Any] = {}
 
-    def kept(*arguments: Any) -> Any:
+    def kept(*arguments: Any, **options: Any) -> Any:
         seen["model"], seen["task"], seen["split"] = arguments[:3]
-        return evaluation.sum_of_rank(*arguments)
+        return evaluation.sum_of_rank(*arguments, **options)
 
     monkeypatch.setattr("hvdtrain.run.trained.sum_of_rank", kept)
     assert evaluate_on(1, tmp_path / "again.json", RUN) == [""]
@@ -88,6 +88,32 @@ def test_evaluate_gives_the_same_bits_on_any_number_of_workers(
         *(Shares(1), SingleProcess(), torch.device("cpu")),
     )
     assert figures == plain.plain() | {"classes": figures["classes"]}
+
+
+def test_a_flag_limits_the_samples_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if evaluate takes more samples at a time than the flag has, or, without it, than the
+    run that it evaluates took in one pass of training, on any rank.
+    """
+    lengths: list[int] = []
+    sums = evaluation.check_sums
+
+    def counted(given: Any, task: Any, samples: int, training: bool) -> Any:
+        lengths.append(samples)
+        return sums(given, task, samples, training=training)
+
+    monkeypatch.setattr(evaluation, "check_sums", counted)
+    for size in (1, 3):
+        for flags, most in (([], 20), (["--eval-batch-size", 9], 9)):
+            lengths.clear()
+
+            def work(workers: JoinedWorkers, flags: list[Any] = flags) -> None:
+                line = ["evaluate", RUN, *CODE, *flags, "--json", tmp_path / "figures.json"]
+                evaluate(parsed(*line), VALUES, workers)
+
+            assert on_workers(size, work) == [""] * size
+            assert max(lengths) == most and sum(lengths) == 40
 
 
 def test_a_failure_of_one_rank_ends_evaluate_on_all(

@@ -202,28 +202,40 @@ def test_the_batch_of_a_batch_sampler_is_the_global_batch() -> None:
     assert found == [4, 4, 4, 4, 4, 1]
 
 
-def test_evaluation_takes_the_batches_of_its_loader() -> None:
-    """Fails if evaluation takes more samples at a time than the DataLoader for it, as memory may
-    not hold more.
+TENSORS = torch.utils.data.TensorDataset(SAMPLES.inputs, SAMPLES.labels)
+LOADER = torch.utils.data.DataLoader(TENSORS, 4)
+
+
+@pytest.mark.parametrize(
+    ("valid", "options", "most"),
+    [
+        (LOADER, {}, 4),
+        (LOADER, {"eval_batch_size": 8}, 8),
+        (TENSORS, {}, 5),
+        (TENSORS, {"grad_accum_steps": 2}, 3),
+        (SAMPLES, {"eval_batch_size": 8}, 8),
+        (SAMPLES, {"global_batch_size": 21}, 21),
+    ],
+)
+def test_evaluation_takes_few_samples_at_a_time(
+    valid: Any, options: dict[str, Any], most: int
+) -> None:
+    """Fails if evaluation takes more samples at a time than an option says, or the DataLoader for
+    it, or else a pass of training, as memory may not hold more; or if it leaves any out.
     """
-    data, sizes = torch.utils.data.TensorDataset(SAMPLES.inputs, SAMPLES.labels), []
+    sizes: list[int] = []
 
     def sized(model: torch.nn.Module, batch: Any) -> hvdtrain.Sums:
         sizes.append(len(batch[1]))
         return evaluate(model, batch)
 
-    for valid, expected in (
-        (torch.utils.data.DataLoader(data, 4), [4] * 5 + [1]),
-        (data, [21]),
-    ):
-        sizes.clear()
-        model, loop = make(valid=valid, evaluate=sized, epochs=1)
-        with loop:
-            for step in loop:
-                passes(step, model)
-                step.update()
-        assert sizes == expected
-        assert loop.evaluation is not None and loop.evaluation.samples == 21
+    model, loop = make(valid=valid, evaluate=sized, epochs=1, **options)
+    with loop:
+        for step in loop:
+            passes(step, model)
+            step.update()
+    assert sizes == [most] * (21 // most) + [21 % most] * (21 % most > 0)
+    assert loop.evaluation is not None and loop.evaluation.samples == 21
 
 
 # The optimizers of MODEL, and what the message says.
