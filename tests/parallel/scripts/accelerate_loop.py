@@ -30,4 +30,3 @@ for x, y in loader:
     optimizer.step()
 print(f"accelerate, rank {accelerator.process_index}: {audit.summary()}")
 weights = accelerator.unwrap_model(model).state_dict()
-accelerator.end_training()
