@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import select
 import signal
@@ -28,12 +29,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import EXIT_MISMATCH, EXIT_USAGE, ComputeMismatch, PeerFailure
+from hvdtrain.errors import EXIT_MISMATCH, EXIT_USAGE, ComputeMismatch, PeerFailure, UsageError
 
 PULSE_FD = "HVDTRAIN_PULSE_FD"
 RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job again
 JOB = "HVDTRAIN_JOB"  # names a job over all its starts
 COMMAND = "HVDTRAIN_COMMAND"  # the command line of the launcher
+STOP_WITHIN = "HVDTRAIN_STOP_WITHIN_S"  # from a signal to stop until what still runs is killed
 RING_TOKEN = "HVDTRAIN_RING_TOKEN"  # a secret of the workers of one start, for the ring's sockets
 STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)  # 0: on Windows, where no worker runs
 # By each of them a run is asked to save and end. (None on Windows.)
@@ -50,6 +52,17 @@ OWN = (*BEFORE_EXCHANGE, "update")  # those that depend on this rank alone
 FULL_PIPE_TIMEOUT_S = 5.0
 FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of errors that a restart cannot change
 STEPS_SHOWN = 10  # steps over which a rank's own time is averaged
+
+
+def stop_within_s(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Return the seconds in which a signalled job must end; None if not set. Raises UsageError."""
+    text = environment.get(STOP_WITHIN)
+    if text is None:
+        return None
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise UsageError(f"{STOP_WITHIN}={text[:60]!a}: must be a number of seconds above 0")
 
 
 class Pulse:

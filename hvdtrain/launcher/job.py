@@ -36,7 +36,7 @@ from hvdtrain.launcher.supervise import Supervisor, Watch
 from hvdtrain.launcher.verdict import JobOutcome
 from hvdtrain.log import counted
 from hvdtrain.network import TOWARDS, address_of
-from hvdtrain.pulse import COMMAND, JOB, RESTART
+from hvdtrain.pulse import COMMAND, JOB, RESTART, STOP_WITHIN
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PREFLIGHT_TIMEOUT_S = 30.0
@@ -201,6 +201,7 @@ class LaunchJob:
                 RESTART: str(start),
                 JOB: self._name,
                 COMMAND: self._plan.typed,
+                STOP_WITHIN: f"{self._plan.limits.stop_within_s:g}",
             },
         )
 

@@ -28,7 +28,6 @@ from hvdtrain.launcher.verdict import Evidence, JobOutcome, judge
 TICK_S = 0.1
 PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summary
 HOROVODRUN_GRACE_S = 20.0  # for workers to save once horovodrun is ending
-STOP_GRACE_S = 60.0  # for workers to save and end after a signal
 STACKS_WAIT_S = 2.0
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
 
@@ -86,6 +85,7 @@ class Supervisor:
             self._release(horovodrun)
         self._evidence.horovodrun_lines = self._logs.horovodrun_lines()
         self._evidence.requested = self._requested()
+        self._evidence.saved = self._watch.figures.get("saved")
         self._evidence.log_folder = self._logs.folder
         return judge(self._evidence)
 
@@ -121,7 +121,7 @@ class Supervisor:
         if self._evidence.cause == "silence":
             self._ask_for_stacks()
         else:
-            grace_s = STOP_GRACE_S if self._signals_passed_on else PEERS_GRACE_S
+            grace_s = self._limits.stop_within_s if self._signals_passed_on else PEERS_GRACE_S
             if self._evidence.cause == "horovodrun":  # the workers still run and may save
                 self._broadcast({"signal": signal.SIGTERM})
                 grace_s = max(grace_s, HOROVODRUN_GRACE_S)
@@ -162,7 +162,8 @@ class Supervisor:
             # Workers do not handle SIGHUP, the signal of a closed terminal.
             stop_signal = signal.SIGTERM if requested[0] == signal.SIGHUP else requested[0]
             self._broadcast({"signal": stop_signal})
-            self._logs.note(f"{signal.Signals(requested[0]).name}: workers asked to stop")
+            within = f"within {self._limits.stop_within_s:g} s"
+            self._logs.note(f"{signal.Signals(requested[0]).name}: workers asked to stop {within}")
         self._signals_passed_on = len(requested)
         return self._signals_passed_on
 

@@ -15,7 +15,7 @@ from hvdtrain.audit.trace import TraceRecord
 from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
 from hvdtrain.exchange import Exchange
 from hvdtrain.files import open_to_read
-from hvdtrain.log import moment, say
+from hvdtrain.log import complain, moment, say
 from hvdtrain.pulse import Pulse
 from hvdtrain.records.console import Console, final_lines, is_live, way_on
 from hvdtrain.records.directory import RunDirectory
@@ -33,6 +33,7 @@ from hvdtrain.train.metering import Totals
 from hvdtrain.train.progress import Outcome
 
 AUDITS = ("audit", "compute_audit")  # in the summary, each with its counts
+RANK_0_FIRST_S = 0.5  # launchers end all ranks when the first one ends
 SLOWEST_SHOWN = 8  # of those that `launch` shows
 CAUSE = ".failed"  # in the run directory: the failure of a rank other than 0
 
@@ -83,6 +84,10 @@ class Ledger:
             with suppress(OSError), (self._folder / CAUSE).open("x", encoding="utf-8") as stream:
                 stream.write(f"rank {self._rank}: {type(error).__name__}: {error}")
 
+    def give_up(self, error: Stopped) -> None:
+        """Record and print that the process ends before the run is saved; it must end then."""
+        time.sleep(RANK_0_FIRST_S)
+
     def close(self) -> None:
         """Close all files and release the run directory."""
 
@@ -127,7 +132,10 @@ class RunLedger(Ledger):
         for audit in AUDITS:
             self._summary[audit] |= before.get(audit, {})
         self._stragglers = Stragglers(hosts, step, self._summary["stragglers"])
-        pulse.show(total_steps=job.total_steps, before={"steps": step, **self._audit_counts()})
+        pulse.show(
+            total_steps=job.total_steps, before={"steps": step, **self._audit_counts()}, saved=step
+        )
+        self.checkpoints.on_saved = lambda step: pulse.show(saved=step)
         for change in changes(before.get("machine", {}), self._summary["machine"]):
             say(f"resume: {change}: bits may differ from those of the uninterrupted run")
 
@@ -244,6 +252,11 @@ class RunLedger(Ledger):
         }
         with suppress(HvdtrainError):
             self._directory.write_summary(self._summary)
+
+    def give_up(self, error: Stopped) -> None:
+        left = self.checkpoints.abandon()
+        self.fail(error)
+        complain(f"hvdtrain: {error}\n{way_on(left, 'script' in self._takeaway['config'])}")
 
     def close(self) -> None:
         """Close all files and release the run directory; after a stop, print how to continue."""
