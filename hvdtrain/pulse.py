@@ -131,9 +131,12 @@ class Pulse:
 class WorkerPulse:
     """The agent's end of the pipe: the state of one worker."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, furthest: int = 0) -> None:
+        """`furthest`: step after which a first one is news."""
         os.set_blocking(fd, False)
-        self._fd = fd
+        self._fd, self._furthest = fd, furthest
+        self._seen: set[str] = set()  # what is news only once
+        self._has_news = False
         self._rest = b""
         self._figures: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
@@ -160,6 +163,13 @@ class WorkerPulse:
             with suppress(ValueError, TypeError):
                 self._take(line.decode("utf-8", "replace"))
         return True
+
+    def take_news(self) -> bool:
+        """Return whether something happened for the first time since the last call: a phase, the
+        connection of the worker, or a step that no start before has reached.
+        """
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
     def take_figures(self) -> dict[str, Any]:
         """Return the figures since the last call."""
@@ -194,8 +204,16 @@ class WorkerPulse:
             case "?":
                 self.speaker = int(text)
                 self._beat_s = time.monotonic()
+                self._note("speaker")
+
+    def _note(self, event: str) -> None:
+        self._has_news = self._has_news or event not in self._seen
+        self._seen.add(event)
 
     def _change(self, phase: str, step: int, began_s: float) -> None:
+        self._note(phase)
+        if step > self._furthest:
+            self._note("new step")
         if self._phase in OWN and self._began_s:
             self._busy_s += began_s - self._began_s
         if step != self._step:

@@ -60,7 +60,7 @@ class Agent:
         output, writing = os.pipe()
         beats, pulse = os.pipe()
         os.set_blocking(output, False)
-        self._pulse = WorkerPulse(beats)
+        self._pulse = WorkerPulse(beats, orders.furthest)
         self._output = output
         self._worker: WorkerProcess | None = None
         try:
@@ -141,6 +141,8 @@ class Agent:
             self._selector.unregister(self._pulse)
         if self._worker and self._pulse.speaker != before:
             self._worker.find_speaker(self._pulse.speaker)
+        if self._pulse.take_news():
+            self._alive_sent_s = 0.0  # report at once
         if figures := self._pulse.take_figures():
             self._send({"figures": figures})
 

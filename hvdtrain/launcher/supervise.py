@@ -40,6 +40,8 @@ class Watch:
     figures: dict[str, Any] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     restarts: int = 0
+    failed_s: float = 0.0  # time of the last sign of life before the failure that has ended it
+    noticed_s: float = 0.0  # when it was noticed
 
 
 class Supervisor:
@@ -80,6 +82,8 @@ class Supervisor:
         try:
             while not self._is_over(horovodrun):
                 self._turn()
+            self._watch.noticed_s = time.monotonic()
+            self._watch.failed_s = self._watch.noticed_s - self._silence_s()
             self._settle()
         finally:
             self._release(horovodrun)
@@ -115,6 +119,13 @@ class Supervisor:
         if silent := silent_ranks(self._ranks, self._limits):
             self._evidence.find_standstill(silent)
         return bool(silent)
+
+    def _silence_s(self) -> float:
+        """Return for how long a failure was not noticed, as far as the launcher can know."""
+        if self._evidence.silent:
+            return self._evidence.silent[0].silent_s
+        lost = [rank.heard_s for rank in self._ranks if rank.state == "lost"]
+        return time.monotonic() - min(lost) if lost else 0.0
 
     def _settle(self) -> None:
         """Give the ranks time to end by themselves, then kill the rest."""

@@ -174,11 +174,11 @@ class Checkpoints:
             self.on_saved(snapshot.step)
             self._prune()
         except Exception as error:  # any error must reach the training thread
+            with suppress(OSError):  # a partial checkpoint must not keep a full disk full
+                self.remove_leftovers()
             if self._abandoned is not None:
                 self._abandoned.wait()  # for the end of the process
             self._failure = error
-            with suppress(OSError):  # a partial checkpoint must not keep a full disk full
-                self.remove_leftovers()
 
     def remove_leftovers(self) -> None:
         """Remove what a save that was killed has left."""
