@@ -159,8 +159,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
     taken = attempt(problems, lambda: take_slots(hosts, workers)) if hosts else None
     problems += _check(arguments, workers if hosts else 0)
     ssh = attempt(problems, lambda: ssh_options(arguments))
-    endpoint = read_endpoint(arguments, problems)
-    many = len({host.address for host in taken or ()})
+    endpoint, many = read_endpoint(arguments, problems), len({host.address for host in taken or ()})
     controller = attempt(problems, lambda: find_controller(arguments["controller"], many))
     within_s = arguments["stop_within_s"] or attempt(problems, stop_within_s) or STOP_WITHIN_S
     config = attempt(problems, lambda: read_train(command))

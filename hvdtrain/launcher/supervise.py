@@ -89,7 +89,8 @@ class Supervisor:
             self._release(horovodrun)
         self._evidence.horovodrun_lines = self._logs.horovodrun_lines()
         self._evidence.requested = self._requested()
-        self._evidence.saved = self._watch.figures.get("saved")
+        figures = self._watch.figures
+        self._evidence.saved = figures.get("saved", figures.get("before", {}).get("steps"))
         self._evidence.log_folder = self._logs.folder
         return judge(self._evidence)
 

@@ -164,9 +164,9 @@ def _explain_lost(seen: Evidence, lost: bool = False) -> str:
 
     `lost`: they are not, even if no step was reported.
     """
-    known = seen.saved is not None and seen.saved < max(rank.step for rank in seen.ranks)
+    lost = lost or (seen.saved is not None and seen.saved < max(rank.step for rank in seen.ranks))
     kept = f" (the checkpoint of step {seen.saved} is kept)" if seen.saved else ""
-    return f". What it last did is not saved{kept}" if lost or known else ""
+    return f". What it last did is not saved{kept}" if lost else ""
 
 
 def _explain_failure(seen: Evidence, first: Rank) -> str:

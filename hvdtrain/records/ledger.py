@@ -114,9 +114,8 @@ class RunLedger(Ledger):
         """
         take_cause(directory.path)  # from an earlier start
         self._directory, self._began_s, self._ended = directory, time.monotonic(), False
-        self.checkpoints = Checkpoints(
-            directory.path / CHECKPOINTS, config["keep_checkpoints"], directory.run_id
-        )
+        folder, keep = directory.path / CHECKPOINTS, config["keep_checkpoints"]
+        self.checkpoints = Checkpoints(folder, keep, directory.run_id, self._report_saved)
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
         step, before = (resumed["step"], resumed["progress"]) if resumed else (0, {})
@@ -132,10 +131,7 @@ class RunLedger(Ledger):
         for audit in AUDITS:
             self._summary[audit] |= before.get(audit, {})
         self._stragglers = Stragglers(hosts, step, self._summary["stragglers"])
-        pulse.show(
-            total_steps=job.total_steps, before={"steps": step, **self._audit_counts()}, saved=step
-        )
-        self.checkpoints.on_saved = lambda step: pulse.show(saved=step)
+        pulse.show(total_steps=job.total_steps, before={"steps": step, **self._audit_counts()})
         for change in changes(before.get("machine", {}), self._summary["machine"]):
             say(f"resume: {change}: bits may differ from those of the uninterrupted run")
 
@@ -211,6 +207,9 @@ class RunLedger(Ledger):
         is_best = evaluation is not None and best.get("step") == snapshot.step
         self._trace.sync()
         self.checkpoints.save(snapshot, is_best, self._takeaway | {"trace": self._summary["trace"]})
+
+    def _report_saved(self, step: int) -> None:
+        self._pulse.show(saved=step)
 
     def _note_best(self, evaluation: Evaluation, step: int) -> None:
         """Update the best figure; call before the state is captured, so that it is saved."""

@@ -66,16 +66,18 @@ class Checkpoints:
     run has written is removed or replaced.
     """
 
-    def __init__(self, folder: Path, keep: int, run: str = "") -> None:
+    def __init__(
+        self, folder: Path, keep: int, run: str = "", report: Callable[[int], None] = lambda _: None
+    ) -> None:
         """`keep`: number of newest checkpoints to keep; the best one is always kept. `run`: the id
-        of the run, by which it knows its own.
+        of the run, by which it knows its own. `report`: called with the step of each that is
+        complete, in the thread that writes.
         """
-        self.folder = folder
+        self.folder, self._report = folder, report
         self._keep, self._run = keep, run
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
         self._abandoned: threading.Event | None = None
-        self.on_saved: Callable[[int], None] = lambda step: None  # called in the writing thread
 
     def save(
         self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any] | None = None
@@ -85,9 +87,8 @@ class Checkpoints:
         `takeaway`: plain values for users of the weights.
         """
         self.wait()
-        self._writing = threading.Thread(
-            target=self._write, args=(snapshot, is_best, takeaway or {}), name="checkpoint"
-        )
+        arguments = snapshot, is_best, takeaway or {}
+        self._writing = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._writing.start()
 
     def wait(self) -> None:
@@ -171,7 +172,7 @@ class Checkpoints:
             _write_checkpoint(final, snapshot, takeaway, self._run)
             for pointer in ("last", "best") if is_best else ("last",):
                 replace_file(self.folder / pointer, [final.name, "\n"])
-            self.on_saved(snapshot.step)
+            self._report(snapshot.step)
             self._prune()
         except Exception as error:  # any error must reach the training thread
             with suppress(OSError):  # a partial checkpoint must not keep a full disk full
