@@ -108,10 +108,14 @@ class Pulse:
         """Report the folder of the run that begins."""
         self._report(f"@{folder.absolute()}")
 
+    def saved(self, step: int) -> None:
+        """Report that the checkpoint of a step is complete."""
+        self._wait_for_room()
+        self.show(saved=step)
+
     def finish(self) -> None:
-        """Report that training has ended. This must arrive: a full pipe is waited for."""
-        if self._fd is not None:
-            select.select([], [self._fd], [], FULL_PIPE_TIMEOUT_S)
+        """Report that training has ended."""
+        self._wait_for_room()
         self.beat(ENDED)
 
     def end(self, error: Exception) -> None:
@@ -121,6 +125,11 @@ class Pulse:
         if isinstance(error, ComputeMismatch):
             cause["wrong_rank"] = error.wrong_rank
         self._report("!" + json.dumps(cause))
+
+    def _wait_for_room(self) -> None:
+        """Wait for a full pipe, before a report that must arrive."""
+        if self._fd is not None:
+            select.select([], [self._fd], [], FULL_PIPE_TIMEOUT_S)
 
     def _report(self, line: str) -> None:
         if self._fd is not None:

@@ -106,7 +106,7 @@ class Agent:
             while data := os.read(self._output, 1 << 16):
                 self._forward(data)
         self._forward(b"")
-        self._pulse.read()
+        self._read_pulse()
         self._exit_code = code
         killed = cgroups.memory_kills() - self._memory_kills
         memory = {"killed": killed, "limit": cgroups.limits()["memory"]}
@@ -138,7 +138,8 @@ class Agent:
     def _read_pulse(self) -> None:
         before = self._pulse.speaker
         if not self._pulse.read():
-            self._selector.unregister(self._pulse)
+            with contextlib.suppress(KeyError):  # read to its end before
+                self._selector.unregister(self._pulse)
         if self._worker and self._pulse.speaker != before:
             self._worker.find_speaker(self._pulse.speaker)
         if self._pulse.take_news():

@@ -115,7 +115,7 @@ class RunLedger(Ledger):
         take_cause(directory.path)  # from an earlier start
         self._directory, self._began_s, self._ended = directory, time.monotonic(), False
         folder, keep = directory.path / CHECKPOINTS, config["keep_checkpoints"]
-        self.checkpoints = Checkpoints(folder, keep, directory.run_id, self._report_saved)
+        self.checkpoints = Checkpoints(folder, keep, directory.run_id, pulse.saved)
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
         step, before = (resumed["step"], resumed["progress"]) if resumed else (0, {})
@@ -207,9 +207,6 @@ class RunLedger(Ledger):
         is_best = evaluation is not None and best.get("step") == snapshot.step
         self._trace.sync()
         self.checkpoints.save(snapshot, is_best, self._takeaway | {"trace": self._summary["trace"]})
-
-    def _report_saved(self, step: int) -> None:
-        self._pulse.show(saved=step)
 
     def _note_best(self, evaluation: Evaluation, step: int) -> None:
         """Update the best figure; call before the state is captured, so that it is saved."""
