@@ -93,8 +93,9 @@ class ReplayMismatch(HvdtrainError):
 class Stopped(HvdtrainError):
     """A signal that asked this process to end."""
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+    def __init__(self, signal_number: int, more: str = "") -> None:
+        name = signal.Signals(signal_number).name
+        super().__init__(f"stopped by {name}" + (f": {more}" if more else ""))
         self.exit_code = 128 + signal_number
 
 

@@ -151,6 +151,16 @@ def why_not_written(path: Path, error: OSError | ValueError) -> str:
     )
 
 
+def system_text(error: BaseException) -> str:
+    """Return the system's text of an OSError that a library may have wrapped, or the error text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
+
+
 def nearest_existing(path: Path) -> Path:
     """Return the path, or the nearest folder above it that is there, also behind a closed one."""
     return next(entry for entry in (path, *path.absolute().parents) if os.path.exists(entry))  # noqa: PTH110

@@ -44,8 +44,9 @@ from hvdtrain.evidence.trials import scratch_folder
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.horovodrun import OF_PYTHON, search_path
 from hvdtrain.launcher.logs import ArrivingLine
+from hvdtrain.launcher.ranks import STOP_WITHIN_S
 from hvdtrain.log import say
-from hvdtrain.pulse import COMMAND, Pulse
+from hvdtrain.pulse import COMMAND, Pulse, stop_within_s
 from hvdtrain.run.process import observers_of_failure
 from hvdtrain.topology import Topology
 
@@ -54,7 +55,7 @@ CALL, LOG = "call.pickle", "output.log"
 MESSAGES = ("hvdtrain launch: ", "hvdtrain: error")  # the beginnings of those of the launcher
 ENDED = "the worker has ended without a result, with exit code"
 ROUND_S = 0.1
-STOP_S = 75.0  # for workers to save and end, some more than `hvdtrain launch` gives them
+STOP_MORE_S = 15.0  # than `hvdtrain launch` gives workers to save and end
 Result = TypeVar("Result")
 
 
@@ -212,10 +213,11 @@ def _failure_of(exit_code: int, folder: Path) -> HvdtrainError:
 
 
 def _stop(child: CommandProcess) -> None:
-    """Ask the workers to stop, if any is left; end those that have not ended after STOP_S."""
+    """Ask the workers to stop, if any is left; end those that have not ended in time."""
     try:
         child.ask_to_stop()
-        wait_while(lambda: child.exit_code() is None, STOP_S)
+        limit_s = (stop_within_s() or STOP_WITHIN_S) + STOP_MORE_S
+        wait_while(lambda: child.exit_code() is None, limit_s)
     finally:  # at once after a second Ctrl-C
         child.end()
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import select
 import signal
@@ -28,12 +29,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import EXIT_MISMATCH, EXIT_USAGE, ComputeMismatch, PeerFailure
+from hvdtrain.errors import EXIT_MISMATCH, EXIT_USAGE, ComputeMismatch, PeerFailure, UsageError
 
 PULSE_FD = "HVDTRAIN_PULSE_FD"
 RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job again
 JOB = "HVDTRAIN_JOB"  # names a job over all its starts
 COMMAND = "HVDTRAIN_COMMAND"  # the command line of the launcher
+STOP_WITHIN = "HVDTRAIN_STOP_WITHIN_S"  # from a signal to stop until what still runs is killed
 RING_TOKEN = "HVDTRAIN_RING_TOKEN"  # a secret of the workers of one start, for the ring's sockets
 STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)  # 0: on Windows, where no worker runs
 # By each of them a run is asked to save and end. (None on Windows.)
@@ -50,6 +52,17 @@ OWN = (*BEFORE_EXCHANGE, "update")  # those that depend on this rank alone
 FULL_PIPE_TIMEOUT_S = 5.0
 FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of errors that a restart cannot change
 STEPS_SHOWN = 10  # steps over which a rank's own time is averaged
+
+
+def stop_within_s(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Return the seconds in which a signalled job must end; None if not set. Raises UsageError."""
+    text = environment.get(STOP_WITHIN)
+    if text is None:
+        return None
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise UsageError(f"{STOP_WITHIN}={text[:60]!a}: must be a number of seconds above 0")
 
 
 class Pulse:
@@ -95,10 +108,14 @@ class Pulse:
         """Report the folder of the run that begins."""
         self._report(f"@{folder.absolute()}")
 
+    def saved(self, step: int) -> None:
+        """Report that the checkpoint of a step is complete."""
+        self._wait_for_room()
+        self.show(saved=step)
+
     def finish(self) -> None:
-        """Report that training has ended. This must arrive: a full pipe is waited for."""
-        if self._fd is not None:
-            select.select([], [self._fd], [], FULL_PIPE_TIMEOUT_S)
+        """Report that training has ended."""
+        self._wait_for_room()
         self.beat(ENDED)
 
     def end(self, error: Exception) -> None:
@@ -109,6 +126,11 @@ class Pulse:
             cause["wrong_rank"] = error.wrong_rank
         self._report("!" + json.dumps(cause))
 
+    def _wait_for_room(self) -> None:
+        """Wait for a full pipe, before a report that must arrive."""
+        if self._fd is not None:
+            select.select([], [self._fd], [], FULL_PIPE_TIMEOUT_S)
+
     def _report(self, line: str) -> None:
         if self._fd is not None:
             with suppress(OSError):
@@ -118,9 +140,12 @@ class Pulse:
 class WorkerPulse:
     """The agent's end of the pipe: the state of one worker."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, furthest: int = 0) -> None:
+        """`furthest`: step after which a first one is news."""
         os.set_blocking(fd, False)
-        self._fd = fd
+        self._fd, self._furthest = fd, furthest
+        self._seen: set[str] = set()  # what is news only once
+        self._has_news = False
         self._rest = b""
         self._figures: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
@@ -147,6 +172,13 @@ class WorkerPulse:
             with suppress(ValueError, TypeError):
                 self._take(line.decode("utf-8", "replace"))
         return True
+
+    def take_news(self) -> bool:
+        """Return whether something happened for the first time since the last call: a phase, the
+        connection of the worker, or a step that no start before has reached.
+        """
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
     def take_figures(self) -> dict[str, Any]:
         """Return the figures since the last call."""
@@ -181,8 +213,16 @@ class WorkerPulse:
             case "?":
                 self.speaker = int(text)
                 self._beat_s = time.monotonic()
+                self._note("speaker")
+
+    def _note(self, event: str) -> None:
+        self._has_news = self._has_news or event not in self._seen
+        self._seen.add(event)
 
     def _change(self, phase: str, step: int, began_s: float) -> None:
+        self._note(phase)
+        if step > self._furthest:
+            self._note("new step")
         if self._phase in OWN and self._began_s:
             self._busy_s += began_s - self._began_s
         if step != self._step:

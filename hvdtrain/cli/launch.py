@@ -28,6 +28,7 @@ from hvdtrain.cli.worker_command import (
     check_command,
     check_train,
     job_name,
+    log_folder,
     numbered,
     read_command,
     read_train,
@@ -48,12 +49,13 @@ from hvdtrain.launcher.job import JobPlan, LaunchJob, job_argv
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.metrics import Endpoint, MetricsServer
 from hvdtrain.launcher.processes import StopRequests
-from hvdtrain.launcher.ranks import Limits
+from hvdtrain.launcher.ranks import STOP_WITHIN_S, Limits
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.launcher.supervise import Watch
 from hvdtrain.launcher.verdict import JobOutcome, is_of_stop
 from hvdtrain.launcher.view import make_view
 from hvdtrain.log import complain, counted, moment, say
+from hvdtrain.pulse import STOP_WITHIN, stop_within_s
 from hvdtrain.records.directory import complete_summary
 from hvdtrain.topology import Topology
 
@@ -85,6 +87,14 @@ FLAGS = (  # named as in horovodrun where it has them
         "--watchdog-timeout-s",
         "end the job after S seconds without progress, or without output of a script "
         f"(default: {WATCHDOG_S:g} s for train, {SCRIPT_WATCHDOG_S:g} s for other commands)",
+        float,
+        metavar="S",
+        check=SECONDS,
+    ),
+    Flag(
+        "--stop-within-s",
+        "after a signal, let workers save and end for S seconds, then kill them "
+        f"(default: {STOP_WITHIN}, else {STOP_WITHIN_S:g} s)",
         float,
         metavar="S",
         check=SECONDS,
@@ -149,9 +159,9 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
     taken = attempt(problems, lambda: take_slots(hosts, workers)) if hosts else None
     problems += _check(arguments, workers if hosts else 0)
     ssh = attempt(problems, lambda: ssh_options(arguments))
-    endpoint = read_endpoint(arguments, problems)
-    many = len({host.address for host in taken or ()})
+    endpoint, many = read_endpoint(arguments, problems), len({host.address for host in taken or ()})
     controller = attempt(problems, lambda: find_controller(arguments["controller"], many))
+    within_s = arguments["stop_within_s"] or attempt(problems, stop_within_s) or STOP_WITHIN_S
     config = attempt(problems, lambda: read_train(command))
     if config is not None:
         command, config, note = numbered(command, config)
@@ -170,13 +180,13 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         reason=controller.reason,
         interface=arguments["network_interface"],
         ssh=ssh,
-        limits=Limits(arguments["start_timeout_s"], watchdog_s),
+        limits=Limits(arguments["start_timeout_s"], watchdog_s, within_s),
         restarts=restarts,
         settings=settings_for(controller.name, os.environ, watchdog_s, command[0]),
         verbose=arguments["verbose"],
         typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
-    log_dir, follow = _log_dir(arguments["log_dir"], config), not (config or arguments["log_dir"])
+    log_dir, follow = log_folder(arguments["log_dir"], config), not (config or arguments["log_dir"])
     return Launch(plan, log_dir, config, follow, job_name(command, config), note, endpoint)
 
 
@@ -214,18 +224,6 @@ def _check(arguments: dict[str, Any], workers: int) -> list[str]:
         (f"--network-interface={interface}", interface not in (None, *interfaces), no_interface),
     ]
     return [f"{flag}: {problem}" for flag, is_wrong, problem in checks if is_wrong]
-
-
-def _log_dir(log_dir: Path | None, config: TrainConfig | None) -> Path:
-    """Return the folder of logs, by default that of the run. Raises UsageError for a link."""
-    if log_dir is not None:
-        return log_dir
-    log_dir = config.folder / "logs" if config else Path("logs")
-    if log_dir.is_symlink():
-        raise UsageError(
-            f"{log_dir}: is a symbolic link, which is not followed; give --log-dir DIR"
-        )
-    return log_dir
 
 
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:

@@ -138,3 +138,15 @@ def _without(flags: list[str], names: Sequence[str]) -> list[str]:
             kept.append(part)
         skip = not skip and part in names
     return kept
+
+
+def log_folder(log_dir: Path | None, config: TrainConfig | None) -> Path:
+    """Return the folder of logs, by default that of the run. Raises UsageError for a link."""
+    if log_dir is not None:
+        return log_dir
+    log_dir = config.folder / "logs" if config else Path("logs")
+    if log_dir.is_symlink():
+        raise UsageError(
+            f"{log_dir}: is a symbolic link, which is not followed; give --log-dir DIR"
+        )
+    return log_dir

@@ -60,7 +60,7 @@ class Agent:
         output, writing = os.pipe()
         beats, pulse = os.pipe()
         os.set_blocking(output, False)
-        self._pulse = WorkerPulse(beats)
+        self._pulse = WorkerPulse(beats, orders.furthest)
         self._output = output
         self._worker: WorkerProcess | None = None
         try:
@@ -106,7 +106,7 @@ class Agent:
             while data := os.read(self._output, 1 << 16):
                 self._forward(data)
         self._forward(b"")
-        self._pulse.read()
+        self._read_pulse()
         self._exit_code = code
         killed = cgroups.memory_kills() - self._memory_kills
         memory = {"killed": killed, "limit": cgroups.limits()["memory"]}
@@ -138,9 +138,12 @@ class Agent:
     def _read_pulse(self) -> None:
         before = self._pulse.speaker
         if not self._pulse.read():
-            self._selector.unregister(self._pulse)
+            with contextlib.suppress(KeyError):  # read to its end before
+                self._selector.unregister(self._pulse)
         if self._worker and self._pulse.speaker != before:
             self._worker.find_speaker(self._pulse.speaker)
+        if self._pulse.take_news():
+            self._alive_sent_s = 0.0  # report at once
         if figures := self._pulse.take_figures():
             self._send({"figures": figures})
 

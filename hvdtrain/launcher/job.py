@@ -33,10 +33,11 @@ from hvdtrain.launcher.protocol import Orders, remove_ticket
 from hvdtrain.launcher.ranks import Limits, Rank
 from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
 from hvdtrain.launcher.supervise import Supervisor, Watch
+from hvdtrain.launcher.timeline import Timeline
 from hvdtrain.launcher.verdict import JobOutcome
 from hvdtrain.log import counted
 from hvdtrain.network import TOWARDS, address_of
-from hvdtrain.pulse import COMMAND, JOB, RESTART
+from hvdtrain.pulse import COMMAND, JOB, RESTART, STOP_WITHIN
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 PREFLIGHT_TIMEOUT_S = 30.0
@@ -80,11 +81,13 @@ class LaunchJob:
         self._plan, self._logs, self._stop = plan, logs, stop
         self._notify, self._show = notify, show
         self._placed: Sequence[Host] = ()  # of the last start
+        self._watch = Watch([])  # of the last start
+        self._timeline, self._furthest = Timeline(), 0  # step of all starts so far
         self._name = secrets.token_hex(8)
 
     def run(self) -> JobOutcome:
         """Return the last outcome; raise PreflightError if the first start fails its checks."""
-        furthest, fruitless, pause_s = 0, 0, FIRST_PAUSE_S
+        fruitless, pause_s = 0, FIRST_PAUSE_S
         outcome = JobOutcome(EXIT_OK)
         for start in range(self._plan.restarts + 1):
             began_s = time.monotonic()
@@ -100,14 +103,17 @@ class LaunchJob:
             if outcome.wrong_rank is not None and (reason := self._leave_out(outcome.wrong_rank)):
                 return replace(outcome, text=f"not restarted: {reason}")
             lasted = not outcome.steps and time.monotonic() - began_s > LASTING_S
-            fruitless = 0 if outcome.steps > furthest or lasted else fruitless + 1
+            fruitless = 0 if outcome.steps > self._furthest or lasted else fruitless + 1
             pause_s = FIRST_PAUSE_S if not fruitless else min(pause_s * 2, LONGEST_PAUSE_S)
-            furthest = max(furthest, outcome.steps)
+            self._furthest = max(self._furthest, outcome.steps)
             if fruitless >= FRUITLESS:
                 text = f"{outcome.text}\n{FRUITLESS} starts in a row made no progress past step"
-                return replace(outcome, text=f"{text} {furthest}: given up")
+                return replace(outcome, text=f"{text} {self._furthest}: given up")
             self._notify(f"restart {start + 1} of {self._plan.restarts} in {pause_s:g} s")
+            self._timeline.fail(self._watch.failed_s, self._watch.noticed_s)
+            self._timeline.pass_("ended")
             time.sleep(pause_s)
+            self._timeline.pass_("paused")
         raise AssertionError("a range of at least one start")
 
     def _host_of(self, rank: int) -> str:
@@ -165,6 +171,8 @@ class LaunchJob:
             channel.workers, self._placed = plan.workers, plan.hosts
             names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
             self._logs.note(f"start {start + 1}: {counted(plan.workers, 'worker')} on {names}")
+            self._timeline.pass_("checked")
+            self._watch = Watch([Rank(number) for number in range(plan.workers)], restarts=start)
             supervisor = Supervisor(
                 command=job_argv(plan, ssh, job),
                 environment=horovodrun_environment(os.environ, plan.settings, ssh.path)
@@ -172,13 +180,18 @@ class LaunchJob:
                 channel=channel,
                 logs=self._logs,
                 limits=plan.limits,
-                watch=Watch([Rank(number) for number in range(plan.workers)], restarts=start),
+                watch=self._watch,
                 requested=lambda: list(self._stop.numbers),
-                show=self._show,
+                show=self._follow,
             )
             stack.callback(remove_sessions_of_dead_mpiruns)
             with self._stop.noted():
                 return supervisor.run()
+
+    def _follow(self, watch: Watch) -> None:
+        self._show(watch)
+        if line := self._timeline.follow(watch.ranks, self._furthest):
+            self._notify(line)
 
     def _withdraw(
         self, job: str, hosts: Sequence[Host], report: Examination, ssh: SshSetup, channel: Channel
@@ -201,7 +214,9 @@ class LaunchJob:
                 RESTART: str(start),
                 JOB: self._name,
                 COMMAND: self._plan.typed,
+                STOP_WITHIN: f"{self._plan.limits.stop_within_s:g}",
             },
+            furthest=self._furthest,
         )
 
     def _place(self, hosts: Sequence[Host], report: Examination, start: int) -> JobPlan:

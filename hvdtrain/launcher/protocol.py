@@ -219,6 +219,7 @@ class Orders:
     folders: list[str]  # paths of the working directory of the workers, the best first
     hostname: str  # of the machine where launch was called
     environment: dict[str, str]  # the user's, there
+    furthest: int = 0  # step of the starts before, after which the first one is reported at once
 
     @property
     def folder(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain.pulse import BEGUN, ENDED, WAITING
 
+STOP_WITHIN_S = 60.0
 LAST_LINES = 15
 LONGEST_LINE = 500  # characters of each; the logs hold the full lines
 PREPARING = (BEGUN, "prepare")  # phases before the first step: they may download
@@ -106,6 +107,7 @@ class Limits:
 
     start_timeout_s: float  # until all workers run, and until each is prepared
     watchdog_timeout_s: float  # from then on, without progress
+    stop_within_s: float = STOP_WITHIN_S  # from a signal until what still runs is killed
 
     def of(self, rank: Rank) -> float:
         """Return for how many seconds a rank may be silent."""

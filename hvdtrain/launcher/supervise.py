@@ -28,7 +28,6 @@ from hvdtrain.launcher.verdict import Evidence, JobOutcome, judge
 TICK_S = 0.1
 PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summary
 HOROVODRUN_GRACE_S = 20.0  # for workers to save once horovodrun is ending
-STOP_GRACE_S = 60.0  # for workers to save and end after a signal
 STACKS_WAIT_S = 2.0
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
 
@@ -41,6 +40,8 @@ class Watch:
     figures: dict[str, Any] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     restarts: int = 0
+    failed_s: float = 0.0  # time of the last sign of life before the failure that has ended it
+    noticed_s: float = 0.0  # when it was noticed
 
 
 class Supervisor:
@@ -81,11 +82,15 @@ class Supervisor:
         try:
             while not self._is_over(horovodrun):
                 self._turn()
+            self._watch.noticed_s = time.monotonic()
+            self._watch.failed_s = self._watch.noticed_s - self._silence_s()
             self._settle()
         finally:
             self._release(horovodrun)
         self._evidence.horovodrun_lines = self._logs.horovodrun_lines()
         self._evidence.requested = self._requested()
+        figures = self._watch.figures
+        self._evidence.saved = figures.get("saved", figures.get("before", {}).get("steps"))
         self._evidence.log_folder = self._logs.folder
         return judge(self._evidence)
 
@@ -116,12 +121,19 @@ class Supervisor:
             self._evidence.find_standstill(silent)
         return bool(silent)
 
+    def _silence_s(self) -> float:
+        """Return for how long a failure was not noticed, as far as the launcher can know."""
+        if self._evidence.silent:
+            return self._evidence.silent[0].silent_s
+        lost = [rank.heard_s for rank in self._ranks if rank.state == "lost"]
+        return time.monotonic() - min(lost) if lost else 0.0
+
     def _settle(self) -> None:
         """Give the ranks time to end by themselves, then kill the rest."""
         if self._evidence.cause == "silence":
             self._ask_for_stacks()
         else:
-            grace_s = STOP_GRACE_S if self._signals_passed_on else PEERS_GRACE_S
+            grace_s = self._limits.stop_within_s if self._signals_passed_on else PEERS_GRACE_S
             if self._evidence.cause == "horovodrun":  # the workers still run and may save
                 self._broadcast({"signal": signal.SIGTERM})
                 grace_s = max(grace_s, HOROVODRUN_GRACE_S)
@@ -162,7 +174,8 @@ class Supervisor:
             # Workers do not handle SIGHUP, the signal of a closed terminal.
             stop_signal = signal.SIGTERM if requested[0] == signal.SIGHUP else requested[0]
             self._broadcast({"signal": stop_signal})
-            self._logs.note(f"{signal.Signals(requested[0]).name}: workers asked to stop")
+            within = f"within {self._limits.stop_within_s:g} s"
+            self._logs.note(f"{signal.Signals(requested[0]).name}: workers asked to stop {within}")
         self._signals_passed_on = len(requested)
         return self._signals_passed_on
 

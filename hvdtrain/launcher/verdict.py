@@ -49,6 +49,7 @@ class Evidence:
     standstill: list[str] = field(default_factory=list)  # the ranks when it was found, in words
     stacks: dict[int, list[str]] | None = None  # lines by rank; None: not requested
     requested: list[int] = field(default_factory=list)  # signals to the launcher
+    saved: int | None = None  # step of the newest checkpoint, 0: none; None: not reported
     horovodrun_lines: list[str] = field(default_factory=list)  # output of horovodrun
     own_pause_s: float = 0.0  # in which the launcher did nothing, so that agents gave it up
 
@@ -78,10 +79,10 @@ def judge(seen: Evidence) -> JobOutcome:
         unsaved = [rank for rank in seen.ranks if rank.speaks and not _has_stopped_well(rank)]
         if not unsaved:
             return outcome(128 + seen.requested[0], _explain_stop(seen))
-        at_fault = first_to_fail(unsaved) or unsaved[0]
-        text = f"{_explain_stop(seen)}. What it last did is not saved"
-        failure = "" if at_fault.put_down else f":\n{_explain_failure(seen, at_fault)}"
-        return outcome(EXIT_FAILED, f"{text}{failure}")
+        at_fault, text = first_to_fail(unsaved) or unsaved[0], _explain_stop(seen, lost=True)
+        if at_fault.put_down:
+            return outcome(128 + seen.requested[0], text)
+        return outcome(EXIT_FAILED, f"{text}:\n{_explain_failure(seen, at_fault)}")
     if seen.own_pause_s:
         text = (
             f"this launcher was suspended, or its machine asleep, for {seen.own_pause_s:.0f} s: "
@@ -98,7 +99,8 @@ def judge(seen: Evidence) -> JobOutcome:
     code = shell_code(first.exit_code or EXIT_FAILED)
     if first.speaks and is_of_stop(first.exit_code):
         name = signal.Signals(code - 128).name
-        return outcome(code, f"stopped by {name} to a worker: every worker has ended")
+        text = f"stopped by {name} to a worker: every worker has ended"
+        return outcome(code, text + _explain_lost(seen))
     text, wrong = _explain_failure(seen, first), first.wrong_rank
     # An exit code alone means nothing: scripts, and Open MPI, have the same ones for other things.
     return outcome(code, text, not first.final or wrong is not None, wrong_rank=wrong)
@@ -148,11 +150,23 @@ def explain_silence(rank: Rank) -> str:
     return f"{rank.label}: {state}{where}, for {rank.silent_s:.0f} s"
 
 
-def _explain_stop(seen: Evidence) -> str:
+def _explain_stop(seen: Evidence, lost: bool = False) -> str:
     killed = [r.number for r in seen.ranks if r.state != "ended" or r.exit_code == -signal.SIGKILL]
-    late = f"{name_ranks(killed)} had not ended in time: killed"
-    how = late if killed else "every worker was notified and has ended"
-    return f"stopped by {signal.Signals(seen.requested[0]).name}: {how}"
+    limit = f"within {seen.limits.stop_within_s:g} s (--stop-within-s)"
+    late = f"had not ended {limit if len(seen.requested) == 1 else 'before the second signal'}"
+    well = "every worker was notified and has ended"
+    how = f"{name_ranks(killed)} {late}: killed" if killed else well
+    return f"stopped by {signal.Signals(seen.requested[0]).name}: {how}{_explain_lost(seen, lost)}"
+
+
+def _explain_lost(seen: Evidence, lost: bool = False) -> str:
+    """Return, after a stop, that the last steps are not saved, and which one is; empty if all are.
+
+    `lost`: they are not, even if no step was reported.
+    """
+    lost = lost or (seen.saved is not None and seen.saved < max(rank.step for rank in seen.ranks))
+    kept = f" (the checkpoint of step {seen.saved} is kept)" if seen.saved else ""
+    return f". What it last did is not saved{kept}" if lost else ""
 
 
 def _explain_failure(seen: Evidence, first: Rank) -> str:

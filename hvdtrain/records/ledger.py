@@ -15,7 +15,7 @@ from hvdtrain.audit.trace import TraceRecord
 from hvdtrain.errors import AgreedFailure, AuditMismatch, HvdtrainError, PeerFailure, Stopped
 from hvdtrain.exchange import Exchange
 from hvdtrain.files import open_to_read
-from hvdtrain.log import moment, say
+from hvdtrain.log import complain, moment, say
 from hvdtrain.pulse import Pulse
 from hvdtrain.records.console import Console, final_lines, is_live, way_on
 from hvdtrain.records.directory import RunDirectory
@@ -33,6 +33,7 @@ from hvdtrain.train.metering import Totals
 from hvdtrain.train.progress import Outcome
 
 AUDITS = ("audit", "compute_audit")  # in the summary, each with its counts
+RANK_0_FIRST_S = 0.5  # launchers end all ranks when the first one ends
 SLOWEST_SHOWN = 8  # of those that `launch` shows
 CAUSE = ".failed"  # in the run directory: the failure of a rank other than 0
 
@@ -83,6 +84,10 @@ class Ledger:
             with suppress(OSError), (self._folder / CAUSE).open("x", encoding="utf-8") as stream:
                 stream.write(f"rank {self._rank}: {type(error).__name__}: {error}")
 
+    def give_up(self, error: Stopped) -> None:
+        """Record and print that the process ends before the run is saved; it must end then."""
+        time.sleep(RANK_0_FIRST_S)
+
     def close(self) -> None:
         """Close all files and release the run directory."""
 
@@ -109,9 +114,8 @@ class RunLedger(Ledger):
         """
         take_cause(directory.path)  # from an earlier start
         self._directory, self._began_s, self._ended = directory, time.monotonic(), False
-        self.checkpoints = Checkpoints(
-            directory.path / CHECKPOINTS, config["keep_checkpoints"], directory.run_id
-        )
+        folder, keep = directory.path / CHECKPOINTS, config["keep_checkpoints"]
+        self.checkpoints = Checkpoints(folder, keep, directory.run_id, pulse.saved)
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
         step, before = (resumed["step"], resumed["progress"]) if resumed else (0, {})
@@ -244,6 +248,11 @@ class RunLedger(Ledger):
         }
         with suppress(HvdtrainError):
             self._directory.write_summary(self._summary)
+
+    def give_up(self, error: Stopped) -> None:
+        left = self.checkpoints.abandon()
+        self.fail(error)
+        complain(f"hvdtrain: {error}\n{way_on(left, 'script' in self._takeaway['config'])}")
 
     def close(self) -> None:
         """Close all files and release the run directory; after a stop, print how to continue."""

@@ -160,15 +160,18 @@ class RunKeeper:
 
     def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
         progress = self.ledger.progress()
+        self.signals.saving()
         self.pulse.beat("save")
         self.ledger.checkpoints.wait()  # before the next copy of the state is made
         self.pulse.beat("exchange")
         snapshot = capture(job, state, self.exchange, progress)
         self.pulse.beat("save")
         self.ledger.saved(snapshot, evaluation)
+        self.signals.alive()
 
     def stop(self) -> NoReturn:
         """Collective: raise Stopped on all ranks with the highest signal that any received."""
+        self.signals.saving()
         self.ledger.checkpoints.wait()
         numbers = self.exchange.all_gather_object(self.signals.requested, "hvdtrain.stop")
         raise Stopped(max(number for number in numbers if number is not None))

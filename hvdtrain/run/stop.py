@@ -6,11 +6,13 @@ signal every process, and launchers forward theirs.
 Before training a signal raises Stopped. During training it is only recorded, so that all ranks stop
 at the same step. A main thread that waits in a collective for a rank that has ended never reaches
 that step, so another thread watches: it receives signals through a socket that the interpreter's
-own handler writes to, which works while the main thread is in native code.
+own handler writes to, which works while the main thread is in native code. It ends the process
+before the deadline of the stop, if there is one, else after STUCK_AFTER_S without a step.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -22,18 +24,21 @@ from types import FrameType
 from typing import Any
 
 from hvdtrain.errors import HvdtrainError, Stopped
-from hvdtrain.pulse import STOP_SIGNALS
+from hvdtrain.pulse import STOP_SIGNALS, STOP_WITHIN
 from hvdtrain.slurm import in_job
 
 TOGETHER_S = 2.0  # further signals within this time are the same request
 NOTE_AFTER_S = 0.4  # mpirun sends SIGKILL 1 s after its SIGTERM
 STUCK_AFTER_S = 20.0  # without a step
+LEAVING_S, LEAVING_PART = 2.0, 0.25  # before the deadline, at most this part of the time until then
 
 
 class StopSignals:
     """The signal handlers of a run, as a context manager of the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, within_s: float | None = None) -> None:
+        """`within_s`: time from the first signal to the end of the process; None: no deadline."""
+        self._within_s = within_s
         self.requested: int | None = None
         self.note: Callable[[HvdtrainError], None] = lambda error: None
         self.give_up: Callable[[Stopped], None] = lambda error: None
@@ -70,8 +75,8 @@ class StopSignals:
     ) -> None:
         """Record signals from now on, instead of raising Stopped.
 
-        `note` is called in a thread NOTE_AFTER_S after a signal arrives, `give_up` once, when no
-        step has ended for STUCK_AFTER_S after it.
+        `note` is called in a thread NOTE_AFTER_S after a signal arrives, `give_up` once, when the
+        run has not ended in time: it then has until the deadline to leave.
         """
         self.note, self.give_up, self._training = note, give_up, True
 
@@ -83,6 +88,10 @@ class StopSignals:
     def alive(self) -> None:
         """Record that the main thread makes progress; called at each step and in evaluations."""
         self._last_step_s = time.monotonic()
+
+    def saving(self) -> None:
+        """Record that no step ends while the state is saved, which may take long."""
+        self._last_step_s = math.inf
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:
@@ -98,7 +107,7 @@ class StopSignals:
         if number is None:
             return
         error, began_s, noted = Stopped(number), time.monotonic(), False
-        self._last_step_s = began_s
+        self._last_step_s = max(began_s, self._last_step_s)  # the state may be being saved
         while not self._over.is_set():
             again = self._receive(NOTE_AFTER_S)
             now = time.monotonic()
@@ -108,9 +117,17 @@ class StopSignals:
             if not noted and now - began_s >= NOTE_AFTER_S and not self._over.is_set():
                 noted = True
                 self.note(error)
-            if now - self._last_step_s >= STUCK_AFTER_S:
-                self.give_up(error)
+            if reason := self._why_over(now - began_s, now - self._last_step_s):
+                self.give_up(Stopped(number, reason))
                 return
+
+    def _why_over(self, since_signal_s: float, since_step_s: float) -> str:
+        """Return why the process must leave now; empty while there is time."""
+        if self._within_s is None:
+            return f"no step ended for {STUCK_AFTER_S:g} s" if since_step_s >= STUCK_AFTER_S else ""
+        leaving_s = min(LEAVING_S, LEAVING_PART * self._within_s)
+        late = since_signal_s >= self._within_s - leaving_s
+        return f"the time to save is over ({STOP_WITHIN}={self._within_s:g})" if late else ""
 
     def _receive(self, limit_s: float | None) -> int | None:
         """Return the next of the signals; None if none comes in time, or on exit of the context."""

@@ -22,7 +22,7 @@ from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.log import say
-from hvdtrain.pulse import JOB, RESTART, Pulse
+from hvdtrain.pulse import JOB, RESTART, Pulse, stop_within_s
 from hvdtrain.records.console import final_lines, header
 from hvdtrain.records.directory import RunDirectory, new_directory
 from hvdtrain.records.folders import PROFILE, folder_of_job
@@ -88,7 +88,7 @@ def join_session(
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     if not pulse.is_watched or script:  # otherwise the launcher's watchdog, which sees every rank
         os.environ.setdefault(STALL_LIMIT, str(STALL_LIMIT_S))
-    with StopSignals() as signals:
+    with StopSignals(stop_within_s()) as signals:
 
         def stalled(error: PeerFailure) -> None:
             signals.note(error)
@@ -245,7 +245,7 @@ def _make_ready(
     audit = make_audits(config, job, exchange, order, state.step, ledger)
 
     def give_up(error: Stopped) -> None:
-        ledger.fail(error)
+        ledger.give_up(error)
         leave_at_once(error.exit_code)
 
     signals.training_starts(note=ledger.fail, give_up=give_up)

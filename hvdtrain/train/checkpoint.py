@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +23,16 @@ from safetensors.torch import save_file
 
 from hvdtrain.documents import FIELDS, check, parse_json, read_text, refuse_newer, stamped
 from hvdtrain.errors import HvdtrainError, TrainingError, UsageError
-from hvdtrain.files import obey_umask, open_bytes, replace_file, sha256_of, sync
+from hvdtrain.files import obey_umask, open_bytes, replace_file, sha256_of, sync, system_text
 from hvdtrain.train.bounded import most_bytes, read_safetensors, read_torch
-from hvdtrain.train.portable import as_stored, from_stored, native, refuse_unreadable
+from hvdtrain.train.portable import as_stored, from_stored, native, refuse_unreadable_file
 
 MODEL_FILE = "model.safetensors"
 STATE_FILE = "training_state.pt"
 MANIFEST_FILE = "manifest.json"
 FILES = (MODEL_FILE, STATE_FILE, MANIFEST_FILE)
 NAME = re.compile(r"step-[0-9]{8,}")
-REPLACED = ".replaced"
+REPLACED, PARTIAL = ".replaced", ".partial"
 
 
 def name_of(step: int) -> str:
@@ -66,14 +66,18 @@ class Checkpoints:
     run has written is removed or replaced.
     """
 
-    def __init__(self, folder: Path, keep: int, run: str = "") -> None:
+    def __init__(
+        self, folder: Path, keep: int, run: str = "", report: Callable[[int], None] = lambda _: None
+    ) -> None:
         """`keep`: number of newest checkpoints to keep; the best one is always kept. `run`: the id
-        of the run, by which it knows its own.
+        of the run, by which it knows its own. `report`: called with the step of each that is
+        complete, in the thread that writes.
         """
-        self.folder = folder
+        self.folder, self._report = folder, report
         self._keep, self._run = keep, run
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._abandoned: threading.Event | None = None
 
     def save(
         self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any] | None = None
@@ -83,9 +87,8 @@ class Checkpoints:
         `takeaway`: plain values for users of the weights.
         """
         self.wait()
-        self._writing = threading.Thread(
-            target=self._write, args=(snapshot, is_best, takeaway or {}), name="checkpoint"
-        )
+        arguments = snapshot, is_best, takeaway or {}
+        self._writing = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._writing.start()
 
     def wait(self) -> None:
@@ -103,8 +106,23 @@ class Checkpoints:
             for aside in self.folder.glob(f".*{REPLACED}"):
                 kept += f", but one is called {aside.name}: --resume auto restores it"
             raise TrainingError(
-                f"a checkpoint cannot be written to {self.folder}: {_reason(failure)}. {kept}"
+                f"a checkpoint cannot be written to {self.folder}: {system_text(failure)}. {kept}"
             ) from failure
+
+    def abandon(self) -> list[Path]:
+        """Remove the checkpoint that is being written, if any; return the others, newest first.
+
+        For a process that ends now: `wait` may not return any more.
+        """
+        self._abandoned = threading.Event()
+        if self._writing is not None and self._writing.is_alive():
+            for partial in self.folder.glob(f".step-*{PARTIAL}"):
+                # Renamed first: one that the thread completes at this moment stays whole.
+                with suppress(OSError):
+                    partial.rename(partial.with_suffix(".abandoned"))
+            with suppress(OSError):
+                self.remove_leftovers()
+        return self.complete()
 
     def complete(self) -> list[Path]:
         """Return the folders of the existing checkpoints, newest first."""
@@ -143,7 +161,7 @@ class Checkpoints:
                 elif not (self.folder / (_pointed(path) or "none")).is_dir():
                     path.unlink(missing_ok=True)
             except OSError as error:
-                raise UsageError(f"{path}: {_reason(error)}; remove it") from error
+                raise UsageError(f"{path}: {system_text(error)}; remove it") from error
 
     def _write(self, snapshot: Snapshot, is_best: bool, takeaway: Mapping[str, Any]) -> None:
         try:
@@ -154,11 +172,14 @@ class Checkpoints:
             _write_checkpoint(final, snapshot, takeaway, self._run)
             for pointer in ("last", "best") if is_best else ("last",):
                 replace_file(self.folder / pointer, [final.name, "\n"])
+            self._report(snapshot.step)
             self._prune()
         except Exception as error:  # any error must reach the training thread
-            self._failure = error
             with suppress(OSError):  # a partial checkpoint must not keep a full disk full
                 self.remove_leftovers()
+            if self._abandoned is not None:
+                self._abandoned.wait()  # for the end of the process
+            self._failure = error
 
     def remove_leftovers(self) -> None:
         """Remove what a save that was killed has left."""
@@ -278,14 +299,14 @@ def _write_checkpoint(
     final: Path, snapshot: Snapshot, takeaway: Mapping[str, Any], run: str
 ) -> None:
     folder = final.parent
-    partial = folder / f".{final.name}.partial"
+    partial = folder / f".{final.name}{PARTIAL}"
     partial.mkdir(parents=True)
     weights, forms = as_stored(snapshot.weights)
     save_file(weights, partial / MODEL_FILE)
     obey_umask(partial / MODEL_FILE)
     with (partial / STATE_FILE).open("wb") as stream:  # given a path, torch hides a full disk
         torch.save(snapshot.state, stream)
-    _refuse_unreadable(partial / STATE_FILE, snapshot.state)
+    refuse_unreadable_file(partial / STATE_FILE, snapshot.state)
     manifest = stamped(
         MANIFEST_FILE,
         {
@@ -308,25 +329,6 @@ def _write_checkpoint(
     sync(folder)
     if aside.exists():
         _remove(aside)
-
-
-def _refuse_unreadable(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise UsageError unless the state just written can be read; tensors are not read."""
-    try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        refuse_unreadable(native(state), "state")
-        raise UsageError(f"the state that was written cannot be read: {error}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Return the system's text of an OSError that a library may have wrapped, or the error text."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return str(error)
 
 
 def _digest_of(manifest: dict[str, Any]) -> str:

@@ -183,7 +183,7 @@ class TrainingLoop:
         hooks, number = self._hooks, self.state.step + 1
         hooks.profiler.begin(number)
         self._begin_meter()
-        self.step = self._next_step(data, hooks.keeper.stop_requested(), self._is_first_step)
+        self.step = self._next_step(data, self._is_first_step)
         self.step.end_requested = self.state.early_end.requested is not None
         return self.step
 
@@ -192,9 +192,7 @@ class TrainingLoop:
         number = self.state.step + 1
         self.state.meter.begin_step(number, number % self.job.intervals.log == 0)
 
-    def _next_step(
-        self, data: StepData, stop_requested: bool = False, is_first: bool = False
-    ) -> Step:
+    def _next_step(self, data: StepData, is_first: bool = False) -> Step:
         """Return the next step, on its data."""
         return Step(
             self.job,
@@ -203,7 +201,7 @@ class TrainingLoop:
             self.state.step + 1,
             data,
             self.state.meter.clock,
-            stop_requested,
+            self._hooks.keeper.stop_requested,
             is_first,
         )
 

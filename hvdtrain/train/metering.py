@@ -1,8 +1,8 @@
 """Loss, metrics and speed over all ranks, without waiting for them at each step.
 
 Each rank's sums of a step are added over ranks while training continues, and read one step later
-(immediately at the end of an interval or an epoch, and before a checkpoint). So all ranks receive
-an event of one rank, such as a loss that is not finite or a stop signal, at the same step.
+(immediately at the end of an interval or epoch, before a checkpoint, and after a long step). So all
+ranks receive an event of one rank, a loss that is not finite or a stop signal, at the same step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hvdtrain.tensors import CPU
 from hvdtrain.train.clock import PHASES, OwnTimes, PhaseClock
 from hvdtrain.train.devices import reader
 
+LONG_STEP_S = 1.0  # waiting for the sums of such a step costs nothing in comparison
 WARM_UP_STEPS = 5  # excluded from the steady-state samples per second
 
 # The sums of a step: first those that the host knows, then those computed on the device.
@@ -228,9 +229,8 @@ class Meter:
         self._metrics = tuple(metrics)
         self._step, self._samples_seen, self._bad_samples = 0, 0, 0
         self._gradient_norm: torch.Tensor | float | None = None
-        self._interval, self._epoch = _Window(), _Window()
-        self._all, self._steady = _Window(), _Window()
-        self._steps_here, self._started_s = 0, 0.0
+        self._interval, self._epoch, self._all, self._steady = (_Window() for _ in range(4))
+        self._steps_here, self._started_s, self._last_step_s = 0, 0.0, 0.0
         self._waiting: tuple[int, StepSums, int] | None = None
         self._own_times = OwnTimes(exchange)
         self.stop_agreed = False
@@ -258,6 +258,8 @@ class Meter:
         self._steps_here += 1
         for window in self._windows():
             window.seconds += elapsed_s
+        if self._last_step_s > LONG_STEP_S:  # of all ranks: a stop must not wait for another one
+            self.collect()
 
     def collect(self) -> None:
         """Collective: wait for the sums of the last step and add them, if not yet done."""
@@ -270,6 +272,7 @@ class Meter:
         for window in self._windows():
             window.add(totals, samples, self._exchange.size)
         self._step, self._samples_seen = step, self._samples_seen + samples
+        self._last_step_s = sum(totals[PHASES_FROM:LOSS]) / self._exchange.size
         self._bad_samples += int(totals[BAD])
         self._gradient_norm = sums.gradient_norm
         self.stop_agreed = self.stop_agreed or totals[STOP] > 0
@@ -323,7 +326,7 @@ class Meter:
         self.last_epoch = Totals(**state["last_epoch"]) if state["last_epoch"] else None
 
     def _totals(self, window: _Window) -> Totals:
-        count = window.count or math.nan
+        count, steps = window.count or math.nan, max(window.steps, 1)
         metrics = window.metrics or [math.nan] * len(self._metrics)
         return Totals(
             step=self._step,
@@ -333,10 +336,7 @@ class Meter:
             loss=window.loss_sum / count,
             metrics={n: v / count for n, v in zip(self._metrics, metrics, strict=True)},
             samples_per_s=window.samples_per_s,
-            phases_s={
-                name: seconds / max(window.steps, 1)
-                for name, seconds in zip(PHASES, window.phases_s, strict=True)
-            },
+            phases_s=dict(zip(PHASES, (s / steps for s in window.phases_s), strict=True)),
             gradient_norm=self._last_norm,
             bad_samples=self._bad_samples,
         )

@@ -88,6 +88,15 @@ def refuse_unreadable(state: Any, name: str) -> None:
         )
 
 
+def refuse_unreadable_file(path: Path, state: Mapping[str, Any]) -> None:
+    """Raise UsageError unless the state just written can be read; tensors are not read."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        refuse_unreadable(native(state), "state")
+        raise UsageError(f"the state that was written cannot be read: {error}") from error
+
+
 def _unreadable(state: Any, name: str) -> str | None:
     stream = io.BytesIO()
     try:

@@ -12,7 +12,7 @@ gradient is multiplied by B / (count over all ranks) before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,12 +56,12 @@ class Step:
         number: int,
         data: StepData,
         clock: PhaseClock,
-        stop_requested: bool = False,
+        stop_requested: Callable[[], bool] = lambda: False,
         is_first: bool = False,
     ) -> None:
         """Begin step `number` (from 1). `data`: this rank's part of the global batch.
-        `stop_requested`: of this rank; all ranks learn of it with the sums of the step. `is_first`:
-        of this process, so that mistakes of a script are looked for.
+        `stop_requested`: asked of this rank as late as all ranks can learn of it with the sums of
+        the step. `is_first`: of this process, so that mistakes of a script are looked for.
         """
         self.number, self._is_first = number, is_first
         self.job, self._exchange, self._audit = job, exchange, audit
@@ -252,7 +252,7 @@ class Step:
         optimizers, self._active = [job.optimizers[index] for index in self._active], None
         clock.enter("exchange")
         sums.mark(END, self.end_requested)
-        sums.start(exchange, number, self._stop_requested, clock.take(), len(self._made))
+        sums.start(exchange, number, self._stop_requested(), clock.take(), len(self._made))
         job.workers.reduce_gradients()
         self.end_agreed |= ends_run(job, exchange, sums, number)
         self._audit.reduced(number, optimizers)
@@ -277,7 +277,7 @@ class Step:
         for _ in self.batches(job.optimizers[trained[0]] if len(trained) == 1 else None):
             raise self._refusal("it has batches")
         self._sums.mark(LEFT)
-        self._sums.start(exchange, self.number, self._stop_requested, self._clock.take())
+        self._sums.start(exchange, self.number, self._stop_requested(), self._clock.take())
         job.workers.reduce_gradients()
         ends_run(job, exchange, self._sums, self.number)
 

@@ -1,6 +1,7 @@
 """Comparison of jobs on several hosts, with faults at random moments, with undisturbed ones.
 
     python -m tests.campaigns.recovery [--repeat 10] [--controllers gloo mpi] [--faults 0 1 ...]
+        [--json FILE] [--before FILE]
 
 Each job is exposed to every fault that its place allows, in a random order, each after recovery
 from the previous one. `--repeat` is the number of such jobs for each place and controller.
@@ -10,6 +11,10 @@ engine (docker/start-engine). Prints each job, and the table after each round an
 after Ctrl-C or SIGTERM. Exits with 1 unless each job ended with the parameters of the undisturbed
 one, and left no process on any host.
 
+A second table has the parts of each recovery that the launcher has made, as medians in seconds,
+from the fault to the first step that the job had not begun before. `--json` keeps all times;
+`--before` shows such a file beside them.
+
 `--jobs 2` runs two jobs at a time. Each has its own hosts, so that their results are as valid as
 those of single jobs, but the times in the table are those of a machine with twice the load.
 """
@@ -17,6 +22,7 @@ those of single jobs, but the times in the table are those of a machine with twi
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import signal
 import statistics
@@ -27,8 +33,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.errors import HvdtrainError
 from launch.containers.engine import Engine
@@ -42,6 +49,10 @@ from tests.parallel.launching import CONTROLLERS
 
 STEPS = {"namespaces": (40, 30), "containers": (60, 60), "one container": (60, 60)}
 FAULTS = [*hosts.FAULTS, *containers.FAULTS]
+PARTS = (  # as in the launcher's line
+    *("earlier starts", "noticed", "ended", "paused", "checked", "started", "imported", "joined"),
+    *("loaded", "caught up"),
+)
 SAME = ("params_sha256", "samples_seen", "steps", "world_size")
 
 
@@ -177,6 +188,41 @@ def print_table(found: Sequence[Row]) -> None:
     print(f"{len(found)} jobs, {wrong} wrong", flush=True)
 
 
+def times_of(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """Return the times of all recoveries, as JSON holds them."""
+    return [
+        {"controller": row.trial.kind.controller, **asdict(recovery)}
+        for row in rows
+        for recovery in row.recoveries
+    ]
+
+
+def medians_of(times: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
+    """Return the median of each part, and of their sum, by fault and controller."""
+    grouped: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for each in times:
+        if parts := each["parts"]:
+            grouped.setdefault((each["fault"], each["controller"]), []).append(parts)
+    return {
+        key: {part: statistics.median(p.get(part, 0.0) for p in parts) for part in PARTS}
+        | {"all": statistics.median(sum(p.values()) for p in parts)}
+        for key, parts in grouped.items()
+    }
+
+
+def print_parts(times: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> None:
+    """Print the medians of the parts, and those of before under them."""
+    now, earlier = medians_of(times), medians_of(before)
+    columns = [part for part in (*PARTS, "all") if any(row[part] for row in now.values())]
+    print("fault                      controller         " + "".join(f"{c:>15}" for c in columns))
+    for (fault, controller), row in now.items():
+        for name, medians in (("", row), ("before", earlier.get((fault, controller)))):
+            if medians is not None:
+                figures = "".join(f"{medians[part]:15.1f}" for part in columns)
+                print(f"{fault:26} {controller:10} {name:8}{figures}")
+    print(flush=True)
+
+
 def _spread(values: Sequence[float]) -> str:
     """Return the median and the largest value as text."""
     return f"{statistics.median(values):.1f} ({max(values):.1f}) s" if values else "-"
@@ -191,9 +237,21 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="jobs at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--controllers", nargs="+", choices=CONTROLLERS, default=CONTROLLERS)
+    parser.add_argument("--json", type=Path, help="write all times to this file")
+    parser.add_argument("--before", type=json_file, help="show the medians of such a file too")
     numbers = range(len(FAULTS))
     parser.add_argument("--faults", type=int, nargs="+", choices=numbers, default=numbers)
     return parser.parse_args()
+
+
+def json_file(path: str) -> list[dict[str, Any]]:
+    """Return the times of an earlier campaign. Raises ArgumentTypeError for another file."""
+    try:
+        times: list[dict[str, Any]] = json.loads(Path(path).read_text())
+        medians_of(times)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: not what --json wrote: {error}") from error
+    return times
 
 
 def _find_image(faults: Sequence[str]) -> str:
@@ -233,6 +291,9 @@ def main() -> int:
             return 130
         finally:
             print_table(found)
+            print_parts(times_of(found), arguments.before or [])
+            if arguments.json:
+                arguments.json.write_text(json.dumps(times_of(found), indent=1) + "\n")
     return 1 if any(row.problem for row in found) else 0
 
 

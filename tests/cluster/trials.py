@@ -131,7 +131,8 @@ def disturb(
             detected_s = time.monotonic()
             lines = site.launch(controller, steps, experiment)
         recovered_s = lines.wait_for("step ", END_S, detected_s)
-        recoveries.append(Recovery(fault, detected_s - began_s, recovered_s - began_s))
+        parts = lines.parts(began_s) if fault == STOP_HOST else {}
+        recoveries.append(Recovery(fault, detected_s - began_s, recovered_s - began_s, parts))
     code, output = lines.wait(END_S), output + lines.text
     assert code == 0, f"{faults}, {controller}: ended with {code}:\n{output}"
     return Ended(recoveries, site.summary(experiment), len(site.left()), output)

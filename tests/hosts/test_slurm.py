@@ -33,7 +33,7 @@ START_S = 240.0  # for the first steps of a job on a busy machine
 END_S = 300.0
 GONE_S = 60.0
 LIMIT_TICK_S = 30.0  # interval of Slurm's checks of time limits
-REQUEUED = "stopped and saved; requeued, to resume from the last checkpoint"
+REQUEUED = "stopped; requeued, to resume from the last checkpoint"
 RESUMED, STEP = "resume: continuing from", r"step \d+/"
 
 
@@ -142,14 +142,17 @@ def test_sbatch_trains_on_three_hosts(peace: dict[str, object]) -> None:
 
 @pytest.mark.timeout(900)
 def test_time_limit_and_requeue(slurm: Slurm, submit: Submit, peace: dict[str, object]) -> None:
-    """Fails if the signal before the time limit, or `scontrol requeue`, does not save, if the job
-    does not come back, or if it does not end with the parameters of the undisturbed one.
+    """Fails if the signal before the time limit, or `scontrol requeue`, does not save, if workers
+    have another time for it than the recipe states, if the job does not come back, or if it does
+    not end with the parameters of the undisturbed one.
     """
     job = submit("--nodes=3", "--time=60")
     job.wait_for_steps()
     # Slurm sends the signal 120 s before the end, up to LIMIT_TICK_S early.
     slurm.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=2")
     job.wait_for(REQUEUED, limit_s=LIMIT_TICK_S + START_S)
+    log = job.folder / "runs" / f"slurm-{job.number}" / "logs" / "horovodrun.log"
+    assert "SIGTERM: workers asked to stop within 110 s" in log.read_text()
     slurm.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     job.wait_for(RESUMED)
     first = int(re.findall(r"checkpoints/step-(\d+)", job.output)[0])

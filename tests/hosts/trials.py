@@ -19,6 +19,7 @@ from threading import Thread
 import psutil
 
 from hvdtrain.lab.hosts.node import HostProcess
+from hvdtrain.launcher.timeline import BACK as BACK_AFTER
 from tests.hosts.namespaces import Cluster
 from tests.parallel.launching import hvdtrain, kill_all
 
@@ -33,6 +34,7 @@ END_S = 240.0
 NOTICED_S = 120.0  # from a fault to the launcher's restart, on a busy machine
 MOST_STEPS_BETWEEN = 12  # from a checkpoint to a fault
 RESTART = "hvdtrain launch: restart "
+BACK = f"hvdtrain launch: {BACK_AFTER} "
 BREAK_SSH, KILL_LAUNCHER = "break an ssh connection", "SIGKILL the launcher"
 
 
@@ -51,6 +53,21 @@ class Lines:
         """Return the time of the first line at or after `after_s` that begins with `part`."""
         found = (at for at, line in list(self.seen) if at >= after_s and line.startswith(part))
         return next(found, None)
+
+    def parts(self, began_s: float) -> dict[str, float]:
+        """Wait for the launcher's line on a recovery; return the seconds of its parts, the first
+        from the fault at `began_s`. Empty if the job ends before it makes new steps.
+        """
+        try:
+            at_s = self.wait_for(BACK, END_S, began_s)
+        except AssertionError:
+            return {}
+        line = next(line for at, line in self.seen if at == at_s and line.startswith(BACK))
+        total, _, text = line.removeprefix(BACK).strip().partition(" s: ")
+        words = [part.rpartition(" ") for part in text.split(", ")]
+        seconds = {name: float(number) for name, _, number in words}
+        seconds[next(iter(seconds))] += at_s - began_s - float(total)
+        return seconds
 
     def wait_for(self, part: str, limit_s: float, after_s: float = 0.0) -> float:
         """Wait for a line that begins with `part`; return its time. Raises AssertionError."""
@@ -98,7 +115,8 @@ class Recovery:
 
     fault: str
     detected_s: float  # after the fault
-    recovered_s: float  # after the fault, until the first new step
+    recovered_s: float  # after the fault, until the first step
+    parts: dict[str, float] = field(default_factory=dict)  # of the time until the first new step
 
 
 @dataclass(frozen=True)
@@ -220,7 +238,8 @@ def disturb(
         else:
             detected_s = _noticed(lines, fault, controller, began_s)
         recovered_s = lines.wait_for("step ", END_S, detected_s)
-        recoveries.append(Recovery(fault, detected_s - began_s, recovered_s - began_s))
+        parts = lines.parts(began_s) if lines.first(RESTART, began_s) else {}
+        recoveries.append(Recovery(fault, detected_s - began_s, recovered_s - began_s, parts))
     code = lines.wait(END_S)
     assert code == 0, f"{faults}, {controller}: ended with {code}:\n{output_before}{lines.text}"
     left = cluster.wait_until_gone(before)

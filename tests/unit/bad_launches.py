@@ -151,6 +151,13 @@ CASES = [
     ),
     launch("watchdog-nan", "-np 2 --watchdog-timeout-s nan -- train", "--watchdog-timeout-s=nan: "),
     launch("start-inf", "-np 2 --start-timeout-s inf -- train", "--start-timeout-s=inf: |seconds"),
+    launch("stop-0", "-np 2 --stop-within-s 0 -- train", "--stop-within-s=0: |seconds above 0"),
+    launch(
+        "stop-variable",
+        "-np 2 -- train",
+        "HVDTRAIN_STOP_WITHIN_S='2m': must be a number of seconds above 0",
+        setup=lambda folder, patch: patch.setenv("HVDTRAIN_STOP_WITHIN_S", "2m"),
+    ),
     launch(
         "metrics-port", "-np 2 --metrics-port 65536 -- train", "--metrics-port=65536: |1 to 65535"
     ),

@@ -15,6 +15,7 @@ from hvdtrain.cli.launch import FLAGS, SCRIPT_WATCHDOG_S, WATCHDOG_S, Launch, re
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.metrics import Endpoint
+from hvdtrain.launcher.ranks import Limits
 
 TRAIN = [*module_argv("hvdtrain.cli"), "train"]
 SLURM = {
@@ -82,14 +83,15 @@ def test_flags_are_heard(tmp_path: Path) -> None:
     launch = read(
         *("-np", "3", "-H", "a:2,b:2", "--controller", "gloo", "--network-interface", "lo"),
         *("-p", "2222", "-i", "key", "--start-timeout-s", "7.5", "--watchdog-timeout-s", "9"),
-        *("--log-dir", "here", "--restarts", "4", "--min-np", "2", "--verbose", "--", "train"),
+        *("--log-dir", "here", "--restarts", "4", "--min-np", "2", "--verbose"),
+        *("--stop-within-s", "25", "--", "train"),
     )
     plan = launch.plan
     assert (plan.workers, plan.min_workers, plan.restarts) == (3, 2, 4)
     assert [(host.name, host.slots) for host in plan.hosts] == [("a", 2), ("b", 2)]
     assert (plan.controller, plan.interface, plan.verbose) == ("gloo", "lo", True)
     assert (plan.ssh.port, plan.ssh.identity_file) == (2222, Path("key"))
-    assert (plan.limits.start_timeout_s, plan.limits.watchdog_timeout_s) == (7.5, 9.0)
+    assert plan.limits == Limits(7.5, 9.0, 25.0)
     assert launch.log_dir == Path("here")
     assert launch.endpoint is None
     Path("token").write_text("a-token-of-24-characters\n")
@@ -97,6 +99,15 @@ def test_flags_are_heard(tmp_path: Path) -> None:
     launch = read("-np", "1", *metrics, "--", "train")
     assert launch.endpoint == Endpoint("::", 9400, "a-token-of-24-characters")
     assert "token" not in repr(launch.endpoint)
+
+
+def test_the_time_to_stop_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a job script's variable is overlooked, or stronger than the flag."""
+    flags = ["-np", "1", "--", "train"]
+    assert read(*flags).plan.limits.stop_within_s == 60
+    monkeypatch.setenv("HVDTRAIN_STOP_WITHIN_S", "110")
+    assert read(*flags).plan.limits.stop_within_s == 110
+    assert read("--stop-within-s=25", *flags).plan.limits.stop_within_s == 25
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,26 @@ def test_the_agent_reports_phase_and_step(pipe: Pipe) -> None:
     assert pipe.hear()["peer"] is False
 
 
+def test_news_of_a_start_are_reported_at_once_and_once(pipe: Pipe) -> None:
+    """Fails when the launcher is told late that a worker has come further than before, or each step
+    is news.
+    """
+    pipe.agent = WorkerPulse(pipe.reading, furthest=7)
+
+    def has_news(step: int, phase: str) -> bool:
+        pulse.step = step
+        pulse.beat(phase)
+        pipe.hear()
+        return pipe.agent.take_news()
+
+    pulse = start(pipe)
+    pipe.hear()
+    assert pipe.agent.take_news() and not pipe.agent.take_news()
+    assert has_news(0, "prepare") and has_news(6, "data") and has_news(6, "compute")
+    assert not has_news(7, "data") and not has_news(7, "compute")
+    assert has_news(8, "data") and not has_news(9, "data")
+
+
 def test_a_worker_never_waits_for_its_agent(pipe: Pipe) -> None:
     """Fails when a full pipe blocks or ends the worker, or breaks the lines in it."""
     pulse = start(pipe)

@@ -149,7 +149,7 @@ def test_sbatch_requeues_when_stopped(tmp_path: Path, kind: signal.Signals, sign
     code, output = finish(start_job(tmp_path), tmp_path, signals, kind)
     assert (code, lines(tmp_path / "signals")) == (143, ["TERM"])
     assert lines(tmp_path / "scontrol") == ["show job --oneliner 7", "requeue 7"]
-    assert "stopped and saved; requeued" in output
+    assert "stopped; requeued" in output
 
 
 def test_sbatch_requeues_while_slurm_hands_out_the_signal(tmp_path: Path) -> None:
@@ -158,13 +158,13 @@ def test_sbatch_requeues_while_slurm_hands_out_the_signal(tmp_path: Path) -> Non
     code, output = finish(job, tmp_path, 1)
     assert (code, lines(tmp_path / "signals")) == (143, ["TERM"])
     assert lines(tmp_path / "scontrol") == ["show job --oneliner 7"] * 2 + ["requeue 7"]
-    assert "stopped and saved; requeued" in output
+    assert "stopped; requeued" in output
 
 
 def test_sbatch_requeues_when_its_tasks_were_stopped(tmp_path: Path) -> None:
     """Fails when a job that has saved after SIGUSR1 to all but the script does not come back."""
     code, output = finish(start_job(tmp_path, TENTHS="1", AT_END="138"), tmp_path)
-    assert (code, "stopped and saved; requeued" in output) == (138, True)
+    assert (code, "stopped; requeued" in output) == (138, True)
 
 
 def test_sbatch_says_that_there_is_no_hvdtrain(tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ CONCEPTS = {
         {
             "hvdtrain.train.bounded",  # what anyone may have written
             "hvdtrain.train.portable",  # what this process has just written
-            "hvdtrain.train.checkpoint",
             "hvdtrain.lab.bench.saving",  # is measured
             "hvdtrain.weights",
         },

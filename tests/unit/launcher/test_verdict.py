@@ -82,9 +82,30 @@ CASES = [
     ),
     (
         evidence(*(rank(n, -9, speaks=True, put_down=True) for n in (0, 1)), requested=[15]),
-        1,
+        143,
         False,
-        "ranks 0, 1 had not ended in time: killed. What it last did is not saved",
+        "ranks 0, 1 had not ended within 60 s (--stop-within-s): killed. What it last did is not "
+        "saved",
+    ),
+    # The step that is kept, if workers have reported it, is named as long as others are lost.
+    (
+        evidence(rank(0, 143, speaks=True, step=9), requested=[15], saved=6),
+        143,
+        False,
+        "every worker was notified and has ended. What it last did is not saved (the checkpoint of "
+        "step 6 is kept)",
+    ),
+    (
+        evidence(rank(0, 138, speaks=True, step=9), saved=6),
+        138,
+        False,
+        "SIGUSR1 to a worker: every worker has ended. What it last did is not saved (the",
+    ),
+    (
+        evidence(rank(0, -9, speaks=True, put_down=True, step=9), requested=[2, 2], saved=0),
+        130,
+        False,
+        "rank 0 had not ended before the second signal: killed. What it last did is not saved",
     ),
     # The first that failed of itself gives the code.
     (evidence(rank(0, 1, 2.0, peer=True), rank(1, 7, 3.0)), 7, True, "rank 1 on host1 ended with"),

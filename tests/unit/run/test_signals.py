@@ -72,6 +72,34 @@ def test_a_main_thread_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch
         assert reported[1:] == [f"give up {code}"]
 
 
+@pytest.mark.parametrize("within_s", [None, 3.0])
+def test_a_save_has_the_time_until_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, within_s: float | None
+) -> None:
+    """Fails when a long save is given up because no step ends, though there is time; when the
+    process is still there at its deadline; or when it is not said why it left.
+    """
+    monkeypatch.setattr(signals, "NOTE_AFTER_S", 0.02)
+    monkeypatch.setattr(signals, "STUCK_AFTER_S", 0.2)
+    reported: list[tuple[str, float]] = []
+    with StopSignals(within_s) as stop:
+        began_s = time.monotonic()
+        stop.training_starts(
+            note=lambda error: None,
+            give_up=lambda error: reported.append((str(error), time.monotonic() - began_s)),
+        )
+        stop.saving()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+        assert reported == []
+        while within_s and watchers() and time.monotonic() - began_s < 20:
+            time.sleep(0.02)
+    if within_s:
+        ((text, left_s),) = reported
+        assert text == "stopped by SIGTERM: the time to save is over (HVDTRAIN_STOP_WITHIN_S=3)"
+        assert 2.2 < left_s < 3
+
+
 TWICE = """
 import os, signal, sys, time
 from hvdtrain.run import stop as signals

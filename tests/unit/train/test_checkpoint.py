@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,36 @@ def test_what_a_killed_save_left_is_cleared_away(tmp_path: Path) -> None:
         (tmp_path / name / "model.safetensors").write_text("half")
     save(tmp_path, small(5))
     assert names(tmp_path) == {"step-00000005", "last"}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("reached", ["model.safetensors", "."])
+def test_a_save_that_is_abandoned_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: str, again: bool
+) -> None:
+    """Fails when a checkpoint that is being written as the time is over is left half written or
+    appears later, or when the one before it, also of the same step, is lost.
+    """
+    save(tmp_path, small(2), small(3))
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def sync(path: Path) -> None:
+        if path.name == reached or (reached == "." and ".step" in path.name):
+            waits.set()
+            goes_on.wait(20)
+
+    monkeypatch.setattr(checkpoint, "sync", sync)
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save(small(3 if again else 4), is_best=False)
+    assert waits.wait(20)
+    left = checkpoints.abandon()
+    assert [path.name for path in left] == ["step-00000003", "step-00000002"]
+    goes_on.set()
+    time.sleep(0.3)
+    assert names(tmp_path) == {"step-00000002", "step-00000003", "last"}
+    assert load_checkpoint(left[0])[1]["step"] == 3
+    assert checkpoints._abandoned is not None
+    checkpoints._abandoned.set()  # the thread ends
 
 
 def test_a_removal_that_was_killed_can_be_repeated(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hvdtrain.audit import Audits
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import SingleProcess
 from hvdtrain.run.hooks import StepProfiler
+from hvdtrain.train import metering
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.job import Job
 from hvdtrain.train.loop import Hooks, TrainingLoop
@@ -141,6 +142,13 @@ def test_a_request_is_answered_within_two_steps() -> None:
         snapshot = run_job(new_job(), SINGLE, stop_at=cut).snapshot
         asked_at = cut - (cut > 4)  # the fourth question is that of an evaluation
         assert snapshot is not None and asked_at <= snapshot.step <= asked_at + 1
+
+
+def test_a_request_in_a_long_step_is_answered_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a run whose steps take long makes another one before it stops."""
+    monkeypatch.setattr(metering, "LONG_STEP_S", 0.0)
+    snapshot = run_job(new_job(), SINGLE, stop_at=2).snapshot
+    assert snapshot is not None and snapshot.step == 2
 
 
 @pytest.mark.parametrize("asked", [0, 1, 2])
