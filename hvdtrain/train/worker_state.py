@@ -5,7 +5,7 @@ and device), of Python and of NumPy.
 """
 
 import random
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -101,6 +101,17 @@ def with_buffers_of_rank_0(
     held = buffers_of(model, names)
     differing = copied_to_cpu({name: held.get(name) for name in names})
     return replaced(model, exchange.broadcast_object(differing, "hvdtrain.buffers.of_rank_0"))
+
+
+def exchanged(
+    buffers: dict[int, Buffers], local: Sequence[int], exchange: Exchange
+) -> dict[int, Buffers]:
+    """Collective: send the buffers of workers that are not `local` any more, and remove them;
+    return those of the workers that have become so.
+    """
+    leaving = {n: copied_to_cpu(buffers.pop(n)) for n in list(buffers) if n not in local}
+    of_ranks = exchange.all_gather_object(leaving, "hvdtrain.virtual.moved")
+    return {n: held for of_rank in of_ranks for n, held in of_rank.items() if n in local}
 
 
 def check_model(model: torch.nn.Module) -> None:
