@@ -1,10 +1,13 @@
-"""Weights of ranks from their speeds; tests/parallel/test_balance.py measures them."""
+"""Weights and virtual workers of ranks by speed; tests/parallel/test_balance.py measures speeds."""
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
-from hvdtrain.run.balance import as_weights
+from hvdtrain.records.stragglers import BLOCK_STEPS
+from hvdtrain.run.balance import GAIN, Moves, as_weights, counts_for, gain
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,74 @@ def test_weights_are_in_proportion_to_speeds(
 ) -> None:
     """Fails if equal workers get unequal shares, or a slow one none."""
     assert as_weights(speeds) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "workers", "expected"),
+    [
+        ([1.0, 1.0], 4, [2, 2]),
+        ([1.0, 1.0], 5, [3, 2]),
+        ([1.0, 2.0], 6, [4, 2]),
+        ([1.0, 2.1], 4, [3, 1]),  # 2 + 2 would take 4.2
+        ([1.0, 50.0, 1.0], 8, [4, 1, 3]),  # no rank is left out
+        ([2.0, 1.0, 1.0], 3, [1, 1, 1]),
+        ([0.7], 5, [5]),
+    ],
+)
+def test_the_last_rank_ends_as_early_as_possible(
+    seconds: list[float], workers: int, expected: list[int]
+) -> None:
+    """Fails if a rank without virtual workers is left, or other counts would be faster."""
+    assert counts_for(seconds, workers) == expected
+    for counts in product(range(1, workers + 1), repeat=len(seconds)):
+        if sum(counts) == workers:
+            assert gain(seconds, expected, counts) <= 1e-12
+
+
+def moves_of(
+    seconds: list[list[float]], counts: list[int], steps: int = BLOCK_STEPS
+) -> list[tuple[int, list[int]]]:
+    """Return the number of each interval after which virtual workers move, and the new counts.
+
+    `seconds`: of each interval, what each rank takes for one of them.
+    """
+    moves, moved = Moves(step=7), []
+    for number, each in enumerate(seconds, start=1):
+        own_s = [n * one * steps for n, one in zip(counts, each, strict=True)]
+        rows = [[0.0, own / 4, own * 3 / 4] for own in own_s]  # reading, and computing
+        decision = moves.judge(rows, 7 + number * steps, counts)
+        if decision is not None:
+            counts, measured = decision
+            assert measured == pytest.approx(each)
+            moved.append((number, counts))
+    return moved
+
+
+ALIKE, SLOW = [0.1, 0.1], [0.1, 0.2]
+
+
+def test_virtual_workers_move_as_a_neighbour_comes_and_goes() -> None:
+    """Fails if they stay on a slow rank or do not come back, or if an interval counts that began
+    with other counts.
+    """
+    assert moves_of([ALIKE] * 4 + [SLOW] * 6 + [ALIKE] * 6, [3, 3]) == [(6, [4, 2]), (12, [3, 3])]
+    # The first interval does not count.
+    assert moves_of([SLOW] * 3, [3, 3]) == [(3, [4, 2])]
+
+
+def test_noise_moves_nothing() -> None:
+    """Fails if one slow interval moves virtual workers, or a gain that is small, or if they move
+    to and fro.
+    """
+    assert moves_of([ALIKE, *[ALIKE, SLOW, ALIKE] * 9], [3, 3]) == []
+    slightly = [[0.1, 0.1 * (1 + GAIN)]] * 20
+    assert moves_of(slightly, [3, 3]) == []
+    assert moves_of([[0.1, 0.2], [0.2, 0.1]] * 20, [3, 3]) == []
+    assert len(moves_of([SLOW] * 40, [3, 3])) == 1
+
+
+def test_short_intervals_are_added() -> None:
+    """Fails if times of a few steps decide."""
+    quick = moves_of([ALIKE] * 10 + [SLOW] * 20, [3, 3], steps=BLOCK_STEPS // 5)
+    assert quick == [(20, [4, 2])]
+    assert moves_of([SLOW] * 3, [3, 3], steps=10 * BLOCK_STEPS) == [(3, [4, 2])]
