@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from hvdtrain.data import GlobalBatchSampler, Shares, VirtualShares
-from hvdtrain.data.feeding import Feed
+from hvdtrain.data.feeding import Feed, Loaded
 from hvdtrain.data.reading import StreamedSplit
+from hvdtrain.data.sampler import Indices
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import Totals
@@ -128,15 +129,25 @@ def test_a_run_resumed_between_moves() -> None:
             assert equal(learned(resumed), learned(alone)), (size, other)
 
 
+class Begun(StreamedSplit):
+    """Counts how often reading began."""
+
+    begun = 0
+
+    def stream(self, batches: Iterable[Indices], epoch: int) -> Iterator[Loaded]:
+        self.begun += 1
+        return super().stream(batches, epoch)
+
+
 @pytest.mark.parametrize("readers", [0, 2])
 def test_what_is_read_ahead_is_read_again(readers: int) -> None:
     """Fails if a rank goes on with samples of virtual workers that have moved, skips some, or
     begins the epoch anew; or if a rank that keeps its own reads them again.
     """
     sampler = GlobalBatchSampler(40, 10, seed=5)
-    moves = {1: [1, 3, 1], 3: [2, 2, 1]}
+    moves = {0: [1, 3, 1], 2: [2, 2, 1]}
     shares = [VirtualShares(Shares(5), [2, 2, 1]) for _ in range(3)]
-    splits = [StreamedSplit(Numbers(), readers, False, stay=True) for _ in range(3)]
+    splits = [Begun(Numbers(), readers, False, stay=True) for _ in range(3)]
     feeds = [Feed(split, sampler, own, 2, False) for split, own in zip(splits, shares, strict=True)]
     streams = [feed.epoch(0, 10, rank) for rank, feed in enumerate(feeds)]
     expected = list(sampler.global_batches(0))
@@ -150,6 +161,7 @@ def test_what_is_read_ahead_is_read_again(readers: int) -> None:
         for own in shares:
             own.assign(moves.get(number, own.counts))
     assert number == 3
+    assert [split.begun for split in splits] == [3, 3, 1]
 
 
 def test_counts_must_add_up() -> None:
