@@ -15,7 +15,7 @@ import torch
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import AUTO
-from hvdtrain.data import Shares, VirtualShares
+from hvdtrain.data import Shares, SharesLike, VirtualShares
 from hvdtrain.data.feeding import in_order
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.agreement import run_on_all
@@ -57,14 +57,17 @@ def balance(
                 lambda: prepare(config, global_batch_size, source, exchange, topology),
             )
             weights = ",".join(map(str, measure_weights(job, exchange)))
-    if exchange.rank == 0 and weights:
-        say(f"rank weights: {weights} ({'as before' if weights == before else 'measured'})")
+    text = f"rank weights: {weights} ({'as before' if weights == before else 'measured'})"
+    shares: SharesLike
     if virtual is None:
         config = replace(config, batch=replace(config.batch, rank_weights=weights))
         shares = share_out(config, exchange.size)
     else:  # the configuration still says that they are measured: a resumed run does so again
         seconds = [1 / float(weight) for weight in (weights or "1").split(",")]
         shares = VirtualShares(Shares(virtual), counts_for(seconds, virtual))
+        text += f", virtual workers by rank: {few(shares.counts, most=16)}"
+    if exchange.rank == 0 and weights:
+        say(text)
     return config, replace(source, shares=shares, valid_shares=shares)
 
 
@@ -140,7 +143,7 @@ class Moves:
 
     def _forget(self) -> None:
         self._is_first = True
-        self._own_s: list[float] = []  # of each rank, in this interval
+        self._seconds: list[float] = []  # of each rank, in this interval
         self._intervals: deque[list[float]] = deque(maxlen=INTERVALS)
 
     def judge(
@@ -151,13 +154,13 @@ class Moves:
 
         `rows`: of all ranks, in the steps up to `step` since the last call.
         """
-        before, steps = self._own_s or [0.0] * len(rows), step - self._since
-        self._own_s = [own + sum(row[1:]) for own, row in zip(before, rows, strict=True)]
+        before, steps = self._seconds or [0.0] * len(rows), step - self._since
+        self._seconds = [s + sum(row[1:]) for s, row in zip(before, rows, strict=True)]
         if steps < BLOCK_STEPS:
             return None
-        both = zip(self._own_s, counts, strict=True)
-        self._intervals.append([max(own, SHORTEST_S) / n / steps for own, n in both])
-        self._since, self._own_s = step, []
+        both = zip(self._seconds, counts, strict=True)
+        self._intervals.append([max(s, SHORTEST_S) / n / steps for s, n in both])
+        self._since, self._seconds = step, []
         if self._is_first:
             self._is_first = False
             self._intervals.clear()

@@ -277,9 +277,8 @@ class VirtualWorkers(Workers):
 
     def states(self) -> list[WorkerState]:
         self._keep()
-        return [
-            {"buffers": copied_to_cpu(b), "rng": None} for _, b in sorted(self._buffers.items())
-        ]
+        held = sorted(self._buffers.items())
+        return [{"buffers": copied_to_cpu(buffers), "rng": None} for _, buffers in held]
 
     def restore(
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
@@ -290,8 +289,7 @@ class VirtualWorkers(Workers):
     def reassign(self) -> None:
         """Collective: exchange the buffers of the workers that belong to another rank now."""
         self._keep()
-        local = self._shares.of_rank(self._exchange.rank)
-        self._receive(exchanged(self._buffers, local, self._exchange))
+        self._receive(exchanged(self._buffers, self._shares, self._exchange))
 
     def _receive(self, buffers: Mapping[int, Buffers]) -> None:
         """Take over the buffers of workers."""
