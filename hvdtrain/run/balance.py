@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 
 import torch
 
@@ -114,9 +115,12 @@ def counts_for(seconds: Sequence[float], workers: int) -> list[int]:
     `seconds`: that a rank takes for one of them.
     """
     counts = [1] * len(seconds)
+    ends = [(2 * each, rank) for rank, each in enumerate(seconds)]  # with one more
+    heapify(ends)
     for _ in range(workers - len(seconds)):
-        ends = [(n + 1) * each for n, each in zip(counts, seconds, strict=True)]
-        counts[ends.index(min(ends))] += 1
+        rank = ends[0][1]
+        counts[rank] += 1
+        heapreplace(ends, ((counts[rank] + 1) * seconds[rank], rank))
     return counts
 
 
