@@ -67,12 +67,11 @@ class ComputeAudit:
         """
         self._job, self._exchange, self._hosts = job, exchange, hosts
         self._every, self._seed, self._on_record = every, seed, on_record
+        self._of_rank = job.feed.shares.of_rank  # virtual workers may move between steps
         named = [(name, p) for name, p in job.model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
         self._parameters = [p for _, p in named]
         self._local = ShareDigests(self._parameters)
-        shares = job.feed.shares
-        self._owners = {share: r for r in range(exchange.size) for share in shares.of_rank(r)}
         self._share = -1  # the one that this rank records
         self._weight = 0.0
         self._buffers: Mapping[str, torch.Tensor | None] = {}
@@ -97,7 +96,7 @@ class ComputeAudit:
 
     def begin_pass(self, share: int, batch: Any) -> None:
         """Keep what the chosen share is computed from."""
-        if share != self._share or self._owners[share] != self._exchange.rank:
+        if share != self._share or share not in self._of_rank(self._exchange.rank):
             self._local.end()
             return
         if not self._passes:
@@ -140,8 +139,9 @@ class ComputeAudit:
         Ranks on other hosts come first.
         """
         generator = np.random.Generator(np.random.PCG64([self._seed, step]))
-        share = int(generator.choice(sorted(self._owners)))
-        owner = self._owners[share]
+        owners = {n: rank for rank in range(self._exchange.size) for n in self._of_rank(rank)}
+        share = int(generator.choice(sorted(owners)))
+        owner = owners[share]
         others = [int(rank) for rank in generator.permutation(self._exchange.size) if rank != owner]
         others.sort(key=lambda rank: self._hosts[rank] == self._hosts[owner])
         return share, [owner, *others]

@@ -94,7 +94,8 @@ class BatchConfig(FlagGroup):
     rank_weights: str | None = free_flag(
         None,
         "share out batches, or virtual workers, by a weight per worker, such as 1,1,2 (default: "
-        "1); auto: by the speed of each, measured at the start",
+        "1); auto: by the speed of each, measured at the start, and again and again with "
+        "--virtual-workers",
         Check(are_weights, "={}: must be auto, or comma-separated numbers from 0, not all 0"),
     )
 

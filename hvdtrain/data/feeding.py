@@ -97,7 +97,21 @@ class Feed:
     everyone: bool  # every rank takes part in each micro-batch: without samples, by one of others
 
     def epoch(self, cursor: int, steps: int, rank: int) -> Iterator[StepData]:
-        """Yield up to `steps` steps from `cursor` samples into the run, within that epoch."""
+        """Yield up to `steps` steps from `cursor` samples into the run, within that epoch.
+
+        If the rank has other shares after a step, what was read ahead for later ones is dropped.
+        """
+        epoch = cursor // self.sampler.samples
+        while steps > 0 and cursor // self.sampler.samples == epoch:
+            shares = self.shares.of_rank(rank)
+            for data in self._read_ahead(cursor, steps, rank):
+                yield data
+                cursor, steps = cursor + data.samples, steps - 1
+                if self.shares.of_rank(rank) != shares:
+                    break
+
+    def _read_ahead(self, cursor: int, steps: int, rank: int) -> Iterator[StepData]:
+        """Yield the steps of the rank's present shares."""
         steps_ahead: deque[tuple[Indices, Parts]] = deque()  # planned, and not yielded yet
         wanted: deque[Indices] = deque()  # planned, and not read yet
         planned = (

@@ -236,11 +236,23 @@ class VirtualShares:
     def __init__(self, shares: Shares | PlacedShares, counts: Sequence[int]) -> None:
         """Raise ValueError for `counts`, virtual workers by rank, that do not add up to all."""
         self._shares = shares
-        self._starts = [0, *itertools.accumulate(counts)]
         self.rows, self.weights, self.slack = len(shares.weights), shares.weights, shares.slack
-        if self._starts[-1] != self.rows:
-            raise ValueError(f"{list(counts)} of {self.rows} virtual workers")
         self.table_rows = self.rows
+        self.assign(counts)
+
+    def assign(self, counts: Sequence[int]) -> None:
+        """Distribute the virtual workers over ranks by `counts` from now on.
+
+        Raises ValueError for counts that do not add up to all.
+        """
+        if sum(counts) != self.rows:
+            raise ValueError(f"{list(counts)} of {self.rows} virtual workers")
+        self._starts = [0, *itertools.accumulate(counts)]
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the number of virtual workers of each rank."""
+        return [stop - start for start, stop in itertools.pairwise(self._starts)]
 
     def of_rank(self, rank: int) -> Sequence[int]:
         return range(*self._starts[rank : rank + 2])

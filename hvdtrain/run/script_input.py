@@ -99,10 +99,11 @@ def read_options(options: Mapping[str, Any], trial_loss: object = None) -> tuple
 
 def _measurement_problems(options: Mapping[str, Any], trial_loss: object) -> Iterator[str]:
     """Yield what cannot be measured before the loop of a script, which computes in it."""
-    if options.get("rank_weights") == AUTO:
+    if options.get("rank_weights") == AUTO and options.get("virtual_workers") is None:
         yield (
             "hvdtrain.Loop: rank_weights='auto': a script computes in its loop, so speeds cannot "
-            "be measured before: give weights, such as '1,1,2'"
+            "be measured before: give weights, such as '1,1,2', or virtual_workers, which move "
+            "between workers as the speeds are measured"
         )
     if trial_loss is not None and not callable(trial_loss):
         yield f"hvdtrain.Loop: trial_loss={trial_loss!r:.60}: is not callable: give a function"

@@ -30,7 +30,7 @@ from hvdtrain.records.ledger import Ledger, RunLedger
 from hvdtrain.records.provenance import provenance
 from hvdtrain.records.trackers import check_trackers, open_trackers
 from hvdtrain.ring.orders import KnownOrder
-from hvdtrain.run.balance import balance
+from hvdtrain.run.balance import balance, follower_of
 from hvdtrain.run.hooks import RunKeeper, StepProfiler, find_order, make_audits
 from hvdtrain.run.micro_batch import fit_micro_batch
 from hvdtrain.run.prepare import prepare
@@ -197,7 +197,7 @@ def _prepare(
         )
         # The weights of the checkpoint replace pretrained ones.
         config = replace(config, model=replace(config.model, pretrained=None))
-    if config.batch.rank_weights == AUTO:
+    if config.batch.rank_weights == AUTO and script is None:
         config, source = balance(
             config, source, batch_size, exchange, topology, resumed.rank_weights
         )
@@ -257,7 +257,8 @@ def _make_ready(
         audit.close()
         ledger.finish(outcome)
 
-    hooks = Hooks(audit, ledger, keeper, profiler, hook)
+    balancer = follower_of(config, job, exchange, state.step)
+    hooks = Hooks(audit, ledger, keeper, profiler, hook, balancer)
     return TrainingRun(job, state, hooks, finish, config.folder)
 
 

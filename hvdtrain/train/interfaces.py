@@ -55,6 +55,13 @@ class Observer(Protocol):
         """Take an evaluation within an epoch; `totals`: of the epoch so far."""
 
 
+class Balancer(Protocol):
+    """A receiver of the times of all ranks, which may move virtual workers between ranks."""
+
+    def interval_end(self, totals: Totals) -> None:
+        """Collective: move virtual workers from the next step on, if a step is then shorter."""
+
+
 class Keeper(Protocol):
     """The part of a run that saves its state and receives stop requests."""
 
@@ -77,3 +84,4 @@ class Hooks:
     keeper: Keeper
     profiler: StepHook  # called before and after the whole step
     on_evaluation: Callable[[Evaluation], object] | None = None  # of a script
+    balancer: Balancer | None = None

@@ -96,6 +96,16 @@ class Job:
         base = NONE_LEFT_OUT if self.save_frozen else FrozenWeights.of(model)
         return replace(self, workers=workers, base=base)
 
+    def reassign(self, counts: Sequence[int]) -> None:
+        """Collective: distribute the virtual workers over ranks by `counts` from the next step on.
+        Nothing that is computed depends on it.
+        """
+        assert isinstance(self.workers, VirtualWorkers)
+        for shares in (self.feed.shares, self.valid_shares):  # may be the same
+            assert isinstance(shares, VirtualShares)
+            shares.assign(counts)
+        self.workers.reassign()
+
     def indices_of(self, optimizer: torch.optim.Optimizer | None) -> tuple[int, ...]:
         """Return the index of an optimizer (None: all). Raises UsageError for a foreign one."""
         both = enumerate(self.optimizers)

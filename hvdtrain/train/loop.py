@@ -220,7 +220,10 @@ class TrainingLoop:
         if step.end_agreed:
             state.early_end.agree(state.early_end.requested, self._exchange)
         if step.number % job.intervals.log == 0:
-            hooks.observer.interval_end(meter.read_interval(), job.lr)
+            totals = meter.read_interval()
+            hooks.observer.interval_end(totals, job.lr)
+            if hooks.balancer is not None:
+                hooks.balancer.interval_end(totals)
         if job.intervals.hash and step.number % job.intervals.hash == 0:
             check_equal_on_all_ranks(job.model, self._exchange, f"after step {step.number}")
 

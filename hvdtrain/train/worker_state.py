@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain.data import VirtualShares
 from hvdtrain.errors import UsageError
 from hvdtrain.exchange import Exchange
 from hvdtrain.exchange.canonical import check_types
@@ -101,6 +102,18 @@ def with_buffers_of_rank_0(
     held = buffers_of(model, names)
     differing = copied_to_cpu({name: held.get(name) for name in names})
     return replaced(model, exchange.broadcast_object(differing, "hvdtrain.buffers.of_rank_0"))
+
+
+def exchanged(
+    buffers: dict[int, Buffers], shares: VirtualShares, exchange: Exchange
+) -> dict[int, Buffers]:
+    """Collective: send the buffers of virtual workers that belong to another rank now, and remove
+    them; return those of the workers that belong to this rank now.
+    """
+    local = shares.of_rank(exchange.rank)
+    leaving = {n: copied_to_cpu(buffers.pop(n)) for n in list(buffers) if n not in local}
+    of_ranks = exchange.all_gather_object(leaving, "hvdtrain.virtual.moved")
+    return {n: held for of_rank in of_ranks for n, held in of_rank.items() if n in local}
 
 
 def check_model(model: torch.nn.Module) -> None:

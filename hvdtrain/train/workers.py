@@ -9,7 +9,7 @@ Prior art: VirtualFlow (Or et al., MLSys 2022), EasyScale (Li et al., SC 2023).
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -31,10 +31,12 @@ from hvdtrain.train.batchnorm import (
     running_statistics,
 )
 from hvdtrain.train.worker_state import (
+    Buffers,
     WorkerState,
     buffers_of,
     check_model,
     differing_buffers,
+    exchanged,
     load_buffers,
     replaced,
     rng_state,
@@ -196,12 +198,11 @@ class VirtualWorkers(Workers):
     ) -> None:
         """Prepare sums and buffers. `batch`: samples of a full global batch, for statistics."""
         self._model, self._exchange, self._seed = model, exchange, seed
-        self._local_shares = shares.of_rank(exchange.rank)
-        self._samples = shares.sizes(batch)
+        self._shares, self._samples = shares, shares.sizes(batch)
         self._optimizers, self._rows = optimizers, shares.rows
         self._sums_of = [self._sums_for(index) for index in range(len(optimizers))]
         self._sums: Sequence[CanonicalSums] = ()  # of the optimizers that are trained
-        self._buffers = {share: buffers_of(model) for share in self._local_shares}
+        self._buffers = {share: buffers_of(model) for share in shares.of_rank(exchange.rank)}
         self._loaded: int | None = None  # the worker whose buffers the model has
         self._current: int | None = None  # the worker of the last pass of this step
         self._versions: list[int] = []  # of the parameters, when the step began
@@ -276,19 +277,26 @@ class VirtualWorkers(Workers):
 
     def states(self) -> list[WorkerState]:
         self._keep()
-        return [
-            {"buffers": copied_to_cpu(self._buffers[share]), "rng": None}
-            for share in self._local_shares
-        ]
+        held = sorted(self._buffers.items())
+        return [{"buffers": copied_to_cpu(buffers), "rng": None} for _, buffers in held]
 
     def restore(
         self, states: Sequence[WorkerState], models: Sequence[torch.nn.Module]
     ) -> str | None:
-        for share in self._local_shares:
-            load_buffers(self._model, states[share]["buffers"])
-            self._buffers[share] = buffers_of(self._model)
-        self._loaded = None  # the model has other buffers than any worker
+        self._receive({share: states[share]["buffers"] for share in self._buffers})
         return None
+
+    def reassign(self) -> None:
+        """Collective: exchange the buffers of the workers that belong to another rank now."""
+        self._keep()
+        self._receive(exchanged(self._buffers, self._shares, self._exchange))
+
+    def _receive(self, buffers: Mapping[int, Buffers]) -> None:
+        """Take over the buffers of workers."""
+        for share, held in buffers.items():
+            load_buffers(self._model, held)
+            self._buffers[share] = buffers_of(self._model)
+        self._loaded = None  # the model may have other buffers than any worker
 
     def statistics(self, model: torch.nn.Module) -> AbstractContextManager[torch.nn.Module]:
         """Collective: return a context of `model` with averaged running statistics, and otherwise
@@ -298,7 +306,7 @@ class VirtualWorkers(Workers):
             return nullcontext(model)
         self._keep()
         last = len(self._samples) - 1
-        buffers = [copied_to_cpu(self._buffers[last])] if last in self._local_shares else []
+        buffers = [copied_to_cpu(self._buffers[last])] if last in self._buffers else []
         gathered = self._exchange.all_gather_object(buffers, "hvdtrain.virtual.buffers")
         (common,) = itertools.chain.from_iterable(gathered)
         return replaced(model, common | self._averages())
@@ -313,9 +321,8 @@ class VirtualWorkers(Workers):
             return {}
         lengths = [self._model.get_buffer(name).numel() for name in names]
         table = torch.zeros((len(self._samples), sum(lengths)), dtype=torch.float64)
-        for share in self._local_shares:
-            buffers = [self._buffers[share][name] for name in names]
-            table[share] = torch.cat([b.reshape(-1) for b in buffers if b is not None])
+        for share, held in self._buffers.items():
+            table[share] = torch.cat([b.reshape(-1) for n in names if (b := held[n]) is not None])
         table = self._exchange.sum_later(table, "hvdtrain.virtual.statistics")()
         weights = torch.tensor(self._samples, dtype=torch.float64)
         averages = (table * weights[:, None]).sum(0) / weights.sum()

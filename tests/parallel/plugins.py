@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from hvdtrain.topology import Topology
 
 FAULTY_RANK = 1
 FAULTY_CALL = 4
+BUSY = "HVDTRAIN_TEST_BUSY"
 TRAIN_SAMPLES = 1433  # of digits
 
 
@@ -312,6 +314,22 @@ def unseeded() -> Dataset:
     inputs, labels = torch.randn((48, 1, 4, 4), generator=generator), torch.arange(48) % 10
     valid = TensorSplit(inputs[:9].clone(), labels[:9])
     return Dataset("unseeded", (1, 4, 4), 10, UnseededSplit(inputs, labels), valid)
+
+
+class BusyAtTimes(torch.nn.Sequential):
+    """One rank takes 0.03 s longer for the passes of its process within BUSY, such as 0:30."""
+
+    passes = itertools.count()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and Topology.from_environment().rank == FAULTY_RANK:
+            first, stop = map(int, os.environ.get(BUSY, "0:0").split(":"))
+            time.sleep(0.03 * (first <= next(self.passes) < stop))
+        return super().forward(images)
+
+
+def busy_at_times(shape, classes) -> torch.nn.Module:
+    return BusyAtTimes(dropout_and_lazy_buffer(shape, classes))
 
 
 def throttled(shape, classes) -> torch.nn.Module:

@@ -25,7 +25,7 @@ from hvdtrain.train.batchnorm import convert_to_sync
 from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.clock import PhaseClock
 from hvdtrain.train.evaluate import Evaluation, evaluate
-from hvdtrain.train.interfaces import Hooks, StepHook
+from hvdtrain.train.interfaces import Balancer, Hooks, StepHook
 from hvdtrain.train.job import Intervals, Job
 from hvdtrain.train.loop import TrainingLoop, train
 from hvdtrain.train.metering import Meter, StepSums, Totals
@@ -237,6 +237,7 @@ def run_job(
     exchange: Exchange,
     state: dict[str, Any] | None = None,
     stop_at: int | None = None,
+    balancer: Balancer | None = None,
 ) -> Ran:
     """Train as the command does, from the beginning or from `state`."""
     at = State(Meter(exchange, job.sampler.samples, job.task.metrics))
@@ -247,7 +248,7 @@ def run_job(
     profiler = StepProfiler(None, Path(), SingleProcess())
     outcome = None
     try:
-        hooks = Hooks(Audits(), recording, keeper, profiler)
+        hooks = Hooks(Audits(), recording, keeper, profiler, balancer=balancer)
         outcome = train(TrainingLoop(job, at, exchange, hooks))
     except Stopped:
         assert stop_at is not None
