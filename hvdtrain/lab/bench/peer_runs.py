@@ -101,12 +101,6 @@ def _torchrun(work: PeerWork, script: str, controller: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *flags, script, work.folder]
 
 
-def _fabric(work: PeerWork, script: str, controller: str) -> list[str]:
-    tool = str(Path(sys.executable).with_name("fabric"))
-    flags = ("--accelerator=cpu", "--strategy=ddp", f"--devices={work.workers}")
-    return [tool, "run", *flags, script, work.folder]
-
-
 def _horovodrun(work: PeerWork, script: str, controller: str) -> list[str]:
     # torchrun and `hvdtrain launch` give each worker a session of its own too.
     worker = in_own_session([sys.executable, script, work.folder])
@@ -140,7 +134,7 @@ SYSTEMS: Mapping[str, PeerSystem] = {
     LOOP: PeerSystem("hvdtrain.Loop", "hvdtrain_loop.py", _launch, _our_order, "horovod"),
     "ddp": PeerSystem("DDP", "torch_ddp.py", _torchrun, _by_0, "torch"),
     "accelerate": PeerSystem("Accelerate", "accelerate_loop.py", _torchrun, _drawn, "accelerate"),
-    "fabric": PeerSystem("Lightning Fabric", "fabric_loop.py", _fabric, _by_0, "lightning"),
+    "fabric": PeerSystem("Lightning Fabric", "fabric_loop.py", _torchrun, _by_0, "lightning"),
     "trainer": PeerSystem(
         "Trainer (transformers)", "transformers_trainer.py", _torchrun, _by_42, "transformers"
     ),

@@ -37,6 +37,7 @@ from hvdtrain.report.charts import Plot
 
 IMAGES = "images"
 WITHOUT_IMAGES = "gpt"
+OPERATORS = "import torchvision_operators"
 STEPS = {"lenet": 120, "mlp": 120, "resnet18-small": 24, "gpt": 60}
 HEADINGS = ["", "samples/s", "first step, s", "peak, MiB", "lines", "weights"]
 COLOURS = dict(zip(OURS, charts.PALETTE, strict=False))
@@ -210,14 +211,16 @@ def _run(
 
 
 def lines_of(script: Path) -> int:
-    """Return the lines of a script without empty ones, comments and docstrings."""
+    """Return the lines of a script without empty ones, comments, docstrings, and the import that
+    only some environments need.
+    """
     text = script.read_text("utf-8")
-    documented: set[int] = set()
+    left_out: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            documented.update(range(node.lineno, (node.end_lineno or 0) + 1))
-    lines = enumerate(map(str.strip, text.splitlines()), start=1)
-    return sum(bool(line) and line[0] != "#" and n not in documented for n, line in lines)
+            left_out.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines = [line.strip() for n, line in enumerate(text.splitlines(), 1) if n not in left_out]
+    return sum(bool(line) and line[0] != "#" and OPERATORS not in line for line in lines)
 
 
 def _head(plan: PeersPlan, left_out: Mapping[str, str]) -> str:

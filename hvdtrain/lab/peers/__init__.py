@@ -8,6 +8,7 @@ fabric_loop              Lightning Fabric
 transformers_trainer     the Trainer of Hugging Face's transformers
 hvdtrain_loop            hvdtrain.Loop
 train_task               hvdtrain train
+torchvision_operators    for a torchvision that is for another build of torch
 
 They are run as files, `python torch_ddp.py FOLDER`: those of other systems import nothing of this
 package but `same_work`, which lies beside them. `FOLDER/work.json` has the settings.

@@ -1,6 +1,7 @@
-"""Train with Lightning Fabric: `fabric run --strategy=ddp --devices=2 fabric_loop.py FOLDER`."""
+"""Train with Lightning Fabric: `torchrun --nproc-per-node 2 fabric_loop.py FOLDER`."""
 
 import torch
+import torchvision_operators  # noqa: F401
 from lightning.fabric import Fabric
 from same_work import EPOCHS, LR, MOMENTUM, read_work
 from torch.nn.functional import cross_entropy
@@ -9,10 +10,10 @@ from torch.utils.data import DataLoader
 
 def main() -> None:
     """Collective: train."""
-    fabric = Fabric()
+    work = read_work()
+    fabric = Fabric(accelerator="cpu", devices=work.workers, strategy="ddp")
     fabric.launch()
     torch.manual_seed(0)
-    work = read_work()
     loader = DataLoader(work.make_data(), work.batch_size, shuffle=True, num_workers=work.readers)
     loader = fabric.setup_dataloaders(loader)
     model = work.make_model()

@@ -16,10 +16,7 @@ def main() -> None:
     work = read_work()
     data = work.make_data()
     sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
-    readers = {"num_workers": work.readers}
-    if work.readers:
-        readers["multiprocessing_context"] = "forkserver"
-    loader = DataLoader(data, batch_size=work.batch_size, sampler=sampler, **readers)
+    loader = DataLoader(data, work.batch_size, sampler=sampler, num_workers=work.readers)
     model = work.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -28,6 +31,7 @@ CHECKED_STEPS = 3  # after which the weights are noted
 SIDE, CLASSES = 28, 10  # of images
 VOCABULARY, CONTEXT = 256, 64  # of the GPT
 SETTINGS = "work.json"
+_libraries: list[torch.library.Library] = []  # keeps their definitions alive
 
 
 class Gpt(nn.Module):
@@ -68,6 +72,7 @@ def mlp(channels: int) -> nn.Module:
 
 def resnet18_small(channels: int) -> nn.Module:
     """Return a network with the layers and sizes of `--model resnet18-small`."""
+    declare_operators()
     from torchvision.models import resnet18
 
     model: Any = resnet18(num_classes=CLASSES)
@@ -129,7 +134,29 @@ class PeerWork:
         return TensorDataset(inputs, torch.randint(CLASSES, (self.samples,), generator=random))
 
 
+class Pictures(Dataset[Any]):
+    """An ImageFolder that processes can receive before they have imported torchvision."""
+
+    def __init__(self, folder: Any) -> None:
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return len(self._folder)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._folder[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (pickle.dumps(self._folder),)
+
+
+def _unpickled(content: bytes) -> Pictures:
+    declare_operators()
+    return Pictures(pickle.loads(content))
+
+
 def _image_folder(folder: str) -> Dataset[Any]:
+    declare_operators()
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
@@ -137,8 +164,23 @@ def _image_folder(folder: str) -> Dataset[Any]:
         *(transforms.Resize(32), transforms.CenterCrop(SIDE), transforms.ToTensor()),
         transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ]
-    data: Dataset[Any] = ImageFolder(folder, transforms.Compose(form))
-    return data
+    return Pictures(ImageFolder(folder, transforms.Compose(form)))
+
+
+def declare_operators() -> None:
+    """Declare the operators that torchvision requires to be imported, where its library is for
+    another build of torch. Nothing here uses them.
+    """
+    package = find_spec("torchvision")
+    if package is None or package.origin is None or "torchvision" in sys.modules:
+        return
+    try:
+        torch.ops.load_library(str(Path(package.origin).with_name("_C.so")))
+    except OSError:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+        _libraries.append(library)
 
 
 def read_work(folder: str | Path | None = None) -> PeerWork:
@@ -157,6 +199,13 @@ class StepLog:
     def __init__(self, work: PeerWork) -> None:
         self._work, self._depth = work, 0
         self._at_s: list[float] = []
+        self._first = register_module_forward_pre_hook(self._begin_training)
+
+    def _begin_training(self, module: Any, args: Any) -> None:
+        """Note steps from the first forward pass on: Horovod makes one to create the optimizer's
+        state.
+        """
+        self._first.remove()
         register_optimizer_step_pre_hook(self._begin)
         register_optimizer_step_post_hook(self._end)
 

@@ -6,6 +6,7 @@ Clipping, logging, saving and the learning rate's schedule are off, as no other 
 from typing import Any
 
 import torch
+import torchvision_operators  # noqa: F401
 from same_work import EPOCHS, LR, MOMENTUM, read_work
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
