@@ -145,7 +145,8 @@ def _of_jobs(name: str, *flags: Flag | Section, controller: str = "auto") -> Fla
     common = (*flags, Flag("--time-limit-s", text, float, limit_s, "T", check=SECONDS), JSON)
     if name == "network":
         return common
-    text = f"select Horovod's controller; auto: as launch does ({controller})"
+    text = "select Horovod's controller; auto: as launch does"
+    text += "" if controller == "auto" else f" ({controller})"
     return (
         *common,
         Flag("--controller", text, default=controller, choices=CONTROLLERS),
