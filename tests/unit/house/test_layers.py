@@ -26,6 +26,8 @@ LAYERS = {
     "hvdtrain.cli": 6,
     "hvdtrain.notebook": 6,
     "hvdtrain.lab": 5,
+    "hvdtrain.lab.peers.hvdtrain_loop": 6,  # uses the public names, as a user's script does
+    "hvdtrain.lab.peers.train_task": 6,
     "hvdtrain.evidence": 5,
     "hvdtrain.report": 5,
     LAUNCHER: 5,
