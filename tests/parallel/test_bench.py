@@ -141,7 +141,7 @@ def test_bench_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "systems"), [("images", ("loop", "ddp", "horovod")), ("memory", ("train", "ddp"))]
+    ("data", "systems"), [("images", ("loop", "horovod")), ("memory", ("train", "ddp"))]
 )
 def test_bench_peers(data: str, systems: tuple[str, ...], tmp_path: Path) -> None:
     """Fails if a system does not run, or does not learn what one process learns: its weights after
