@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from hvdtrain.cli import bench_peers
 from hvdtrain.errors import UsageError
 from hvdtrain.evidence.children import ChildFailure
 from hvdtrain.lab.bench import peer_runs, peers
-from hvdtrain.lab.bench.peer_runs import SAME, SYSTEMS, PeerRun, difference, write_images
+from hvdtrain.lab.bench.peer_runs import OURS, SAME, SYSTEMS, PeerRun, difference, write_images
 from hvdtrain.lab.bench.peers import STEPS, PeerCase, PeerResults, PeersPlan, lines_of, table
 from hvdtrain.lab.peers.same_work import CHECKED_STEPS, MODELS, PeerWork
+from tests.unit.house.test_layers import imported_names
 from tests.unit.lab.test_bench_scaling import read
 
 WORK = PeerWork("lenet", "", 0, batch_size=4, workers=2, steps=6, folder="")
@@ -175,3 +177,30 @@ def test_systems_take_turns_and_a_failed_one_is_left_out(
     assert "lenet, memory: DDP: it broke" in problems
     assert "hvdtrain.Loop: after 3 steps its weights differ" in problems
     assert not (tmp_path / "case").exists()
+
+
+def test_a_system_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if it ends the bench, or is left out without a word."""
+    absent = replace(SYSTEMS["fabric"], package="no_such_package")
+    monkeypatch.setitem(SYSTEMS, "fabric", absent)  # type: ignore[arg-type]
+    monkeypatch.setattr(peers, "run_peer", lambda *arguments: result(100.0))
+    flags = ["--models=lenet", "--data=memory", "--systems=loop,fabric,ddp", "--rounds=2"]
+    flags += [f"--json={tmp_path / 'peers.json'}", f"--output={tmp_path / 'plots'}"]
+    assert peers.run(read("peers", *flags)) == 0
+    output = capsys.readouterr().out
+    assert "not installed, and left out: Lightning Fabric (no_such_package)" in output
+    content = json.loads((tmp_path / "peers.json").read_text())
+    assert content["left_out"] == {"fabric": "no_such_package"}
+    (case,) = content["cases"]
+    assert set(case["runs"]) == {"loop", "ddp"}
+    assert case["ratios"]["loop"]["ddp"]["median"] == 1
+
+
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name not in OURS])
+def test_scripts_of_others_import_nothing_of_ours(name: str) -> None:
+    """Fails if another system's start waits for our imports, or gains by what they put off."""
+    for path in (SYSTEMS[name].path, SYSTEMS[name].path.with_name("same_work.py")):
+        names = [module for _, module in imported_names(path.read_text("utf-8"), "")]
+        assert not [module for module in names if module.startswith("hvdtrain")]
