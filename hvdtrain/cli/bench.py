@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cgroups import usable_cores
+from hvdtrain.cli import bench_peers
 from hvdtrain.cli.flags import (
     CONTROLLERS,
     FOLDER,
@@ -66,6 +67,17 @@ script. They run one after the other, in rounds.
 """,
         300.0,
     ),
+    "peers": (
+        "samples/s, first step, memory and lines of one training by several systems",
+        """\
+Measure one training, with the same model, data, batch and one compute thread per worker, by
+`hvdtrain train`, hvdtrain.Loop, DDP under torchrun, Accelerate, Lightning Fabric, the Trainer of
+transformers, and Horovod, each in its usual form (hvdtrain/lab/peers). They run one after the
+other, in rounds; those that are not installed are left out. Their weights are compared with one
+process's.
+""",
+        300.0,
+    ),
     "classic": (
         "epoch time and accuracy of textbooks' settings on Fashion-MNIST",
         """\
@@ -85,6 +97,7 @@ NAMES = ",".join(BATCH_SIZES)
 MODES = {"weak": ("weak",), "strong": ("strong",), "both": ("weak", "strong")}
 SEVERAL = Check(lambda n: n >= 2, "={}: must be at least 2 (one worker is always measured)")
 AT_LEAST_1 = at_least(1)
+WORKERS = Flag("-np", "workers (2)", int, 2, "N", check=SEVERAL, more={"dest": "workers"})
 JSON = Flag("--json", "write all times and ratios to FILE", metavar="FILE")
 MODEL = train_flag("model", "train this model", choices=tuple(BATCH_SIZES))
 MODELS = (
@@ -125,7 +138,7 @@ def _within_a_job(rounds: int, steps: int) -> Flags:
     )
 
 
-def _of_jobs(name: str, *flags: Flag | Section) -> Flags:
+def _of_jobs(name: str, *flags: Flag | Section, controller: str = "auto") -> Flags:
     """Return the flags of a bench that starts jobs: its own, and those of all."""
     limit_s, output = OF_JOBS[name][2], Path("runs", f"bench-{name}")
     text = f"end each run or case after T seconds ({limit_s:g})"
@@ -133,9 +146,10 @@ def _of_jobs(name: str, *flags: Flag | Section) -> Flags:
     if name == "network":
         return common
     text = "select Horovod's controller; auto: as launch does"
+    text += "" if controller == "auto" else f" ({controller})"
     return (
         *common,
-        Flag("--controller", text, default="auto", choices=CONTROLLERS),
+        Flag("--controller", text, default=controller, choices=CONTROLLERS),
         Flag("--output", f"write plots to DIR ({output})", Path, output, "DIR", check=FOLDER),
     )
 
@@ -180,9 +194,10 @@ BENCHES: dict[str, Flags] = {
     ),
     "start": _of_jobs(
         "start",
-        Flag("-np", "workers (2)", int, 2, "N", check=SEVERAL, more={"dest": "workers"}),
+        WORKERS,
         Flag("--rounds", "run R rounds (5)", int, 5, "R", check=AT_LEAST_1),
     ),
+    "peers": _of_jobs("peers", WORKERS, *bench_peers.FLAGS, controller="gloo"),
     "classic": _of_jobs(
         "classic",
         train_flag("model", "train this one alone (both)", default=None, choices=CLASSIC),
@@ -213,7 +228,7 @@ def add_benches(parser: argparse.ArgumentParser) -> None:
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Measure, print medians and ratios, and return the exit code. Raises UsageError."""
     checked = check_flags(arguments, problems, topology)
-    from hvdtrain.lab.bench import classic, network, scaling, start, within_job
+    from hvdtrain.lab.bench import classic, network, peers, scaling, start, within_job
     from hvdtrain.lab.disturbance import Disturbance
 
     checked["disturbance"] = Disturbance()
@@ -224,6 +239,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         "scaling": scaling.run,
         "network": network.run,
         "start": start.run,
+        "peers": peers.run,
         "classic": classic.run,
     }
     return modules[checked["bench"]](checked)
@@ -245,7 +261,11 @@ def check_flags(
     elif topology.launched:
         problems.append(f"bench {bench} starts its workers itself: run it once, without a launcher")
     if "models" in checked:
-        checked |= _read_cases(arguments, problems)
+        checked["models"] = _read_models(arguments, problems)
+    if bench in ("scaling", "network"):
+        checked["workers"] = _read_workers(arguments, problems)
+    if bench == "peers":
+        checked |= bench_peers.read_names(arguments, problems)
     if "mode" in checked:
         checked["modes"] = MODES[checked["mode"]]
     if bench == "network":
@@ -257,14 +277,13 @@ def check_flags(
     return checked
 
 
-def _read_cases(arguments: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Return `models` (samples per worker by name) and `workers`."""
+def _read_models(arguments: dict[str, Any], problems: list[str]) -> dict[str, int]:
+    """Return the samples per worker by name of the model."""
     models = [name.strip() for name in arguments["models"].split(",")]
     if not all(models) or len(set(models)) < len(models):
         problems.append(f"--models={arguments['models']}: expected names, each once: lenet,mlp")
     sizes = _read_batch_sizes(arguments["batch_size"], models, problems)
-    workers = _read_workers(arguments, problems)
-    return {"models": dict(zip(models, sizes, strict=True)), "workers": workers}
+    return dict(zip(models, sizes, strict=True))
 
 
 def _read_network(
@@ -316,7 +335,7 @@ def _numbers(text: str) -> list[int]:
 
 
 COMMAND = Command(
-    "measure on this machine: scaling, network, start, classic, step, ring, audit, checkpoint",
+    "measure on this machine: scaling, network, start, peers, classic, step, ring, audit, ...",
     "Measure on this machine, next to comparable systems, in alternating rounds.",
     (),  # but those of each bench
     run,

@@ -140,6 +140,30 @@ def test_bench_start(tmp_path: Path) -> None:
     assert (plots / "start.png").exists()
 
 
+@pytest.mark.parametrize(
+    ("data", "systems"), [("images", ("loop", "horovod")), ("memory", ("train", "ddp"))]
+)
+def test_bench_peers(data: str, systems: tuple[str, ...], tmp_path: Path) -> None:
+    """Fails if a system does not run, or does not learn what one process learns: its weights after
+    three steps would differ by more than rounding.
+    """
+    target, plots = tmp_path / "peers.json", tmp_path / "plots"
+    flags = ["--models=lenet", "--batch-size=4", "--steps=6", "--rounds=1", f"--data={data}"]
+    flags += [f"--systems={','.join(systems)}", f"--json={target}", f"--output={plots}"]
+    finished = run(hvdtrain("bench", "peers", *flags), timeout_s=240)
+    assert finished.exit_code == 0, finished.output
+    content = json.loads(target.read_text())
+    (case,) = content["cases"]
+    assert set(case["runs"]) == set(systems) and not content["left_out"]
+    for (measured,) in case["runs"].values():
+        assert measured["difference"] < 1e-5, finished.output
+        assert min(measured["samples_per_s"], measured["first_step_s"]) > 0
+        assert measured["peak_bytes"] > 100 << 20
+    (ratios,) = case["ratios"].values()
+    assert set(ratios) == {*systems} - {"loop", "train"}
+    assert (plots / "peers.png").exists()
+
+
 def test_bench_classic(tmp_path: Path) -> None:
     """Fails if a setting does not run on files as Debian has them, or its figures are lost."""
     target, plots, folder = tmp_path / "classic.json", tmp_path / "plots", tmp_path / "files"

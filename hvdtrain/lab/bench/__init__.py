@@ -11,5 +11,6 @@ network                    the same over hosts with links of a chosen speed
 within_job                 within one job: step, checkpoint, audit, ring
 loops, saving              what it compares: training loops, and processes that save
 start, ddp_script, stamp   the time from a command to its first step
+peers, peer_runs           one training by several systems, each in its usual form
 classic                    the textbook comparison of one worker with two
 """

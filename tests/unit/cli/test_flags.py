@@ -25,7 +25,10 @@ OTHERS = {
     "predict --model": STORED,
     **{
         f"{command} --output": OWN_FOLDER
-        for command in ("bench scaling", "bench start", "bench classic", "compare", "plan")
+        for command in (
+            *(f"bench {bench}" for bench in ("scaling", "start", "peers", "classic")),
+            *("compare", "plan"),
+        )
     },
     "report --output": OWN_FOLDER,
     **{
@@ -33,7 +36,8 @@ OTHERS = {
         for bench in ("scaling", "network")
         for flag in ("batch-size", "workers")
     },
-    "bench start --workers": "of the job: its flag is -np",
+    **{f"bench {bench} --workers": "of the job: its flag is -np" for bench in ("start", "peers")},
+    **{f"bench peers --{flag}": LISTS for flag in ("batch-size", "data")},
     **{
         f"bench {bench} --device": "a measurement names what it measures"
         for bench in ("step", "checkpoint", "ring", "audit")
