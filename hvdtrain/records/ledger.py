@@ -24,7 +24,8 @@ from hvdtrain.records.folders import CHECKPOINTS
 from hvdtrain.records.provenance import GpuMeter, changes, machine, versions
 from hvdtrain.records.stragglers import Stragglers
 from hvdtrain.records.trace_file import TraceFile, origin_of
-from hvdtrain.records.trackers import Tracker
+from hvdtrain.records.trackers import FAILED_CLOSE_S, Tracker
+from hvdtrain.records.uploader import upload_of
 from hvdtrain.tasks import valid_metrics_of
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot
 from hvdtrain.train.evaluate import Evaluation
@@ -73,6 +74,10 @@ class Ledger:
     def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None:
         """Write a checkpoint, in the background."""
 
+    def is_uploaded(self, wait_s: float) -> bool:
+        """Wait until nothing is left to upload; return whether that came in time."""
+        return True
+
     def finish(self, outcome: Outcome) -> None:
         """Complete the records of a finished run."""
 
@@ -112,6 +117,12 @@ class RunLedger(Ledger):
         self.checkpoints = Checkpoints(
             directory.path / CHECKPOINTS, config["keep_checkpoints"], directory.run_id
         )
+        if uploader := upload_of(directory.path, config):
+            self.checkpoints.written = uploader.request
+            self.checkpoints.held = lambda: uploader.busy
+            uploader.request()  # what an earlier start has not uploaded, and the name of the run
+        self._uploader = uploader
+        self._is_alone = exchange.size == 1
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
         step, before = (resumed["step"], resumed["progress"]) if resumed else (0, {})
@@ -204,6 +215,9 @@ class RunLedger(Ledger):
         self._trace.sync()
         self.checkpoints.save(snapshot, is_best, self._takeaway | {"trace": self._summary["trace"]})
 
+    def is_uploaded(self, wait_s: float) -> bool:
+        return self._uploader is None or self._uploader.wait(wait_s)
+
     def _note_best(self, evaluation: Evaluation, step: int) -> None:
         """Update the best figure; call before the state is captured, so that it is saved."""
         name, best = f"valid_{self._job.task.best}", self._summary["best"]
@@ -230,6 +244,8 @@ class RunLedger(Ledger):
         self._ended = True
         self._console.close()
         say(final_lines(self._summary, self._takeaway["config"], str(self._directory.path)))
+        if self._uploader:
+            self._uploader.finish(self._pulse.beat)
 
     def fail(self, error: BaseException) -> None:
         if self._ended:
@@ -251,6 +267,9 @@ class RunLedger(Ledger):
         if self._summary["status"] == "stopped":
             say(way_on(self.checkpoints.complete(), "script" in self._takeaway["config"]))
         self._events.close(self._summary)
+        if self._uploader and not self._ended:
+            # Of several workers, one that fails is soon killed: a resumed run uploads the rest.
+            self._uploader.close(None if self._is_alone else FAILED_CLOSE_S)
         self._directory.close()
 
     def _audit_counts(self) -> dict[str, int]:

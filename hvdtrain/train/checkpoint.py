@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,8 @@ class Checkpoints:
         """
         self.folder = folder
         self._keep, self._run = keep, run
+        self.written: Callable[[], object] = lambda: None  # called once a checkpoint is on disk
+        self.held: Callable[[], Collection[str]] = tuple  # names of those not to remove now
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -155,6 +157,7 @@ class Checkpoints:
             for pointer in ("last", "best") if is_best else ("last",):
                 replace_file(self.folder / pointer, [final.name, "\n"])
             self._prune()
+            self.written()
         except Exception as error:  # any error must reach the training thread
             self._failure = error
             with suppress(OSError):  # a partial checkpoint must not keep a full disk full
@@ -167,7 +170,7 @@ class Checkpoints:
             _remove(leftover)
 
     def _prune(self) -> None:
-        pointed = {_pointed(self.folder / name) for name in ("last", "best")}
+        pointed = {*self.held(), *(_pointed(self.folder / name) for name in ("last", "best"))}
         checkpoints = [path for path in self.complete() if self._is_own(path)]
         for path in checkpoints[self._keep :]:
             if path.name not in pointed:

@@ -1,0 +1,150 @@
+"""Uploads of a run's folder to object storage while training goes on.
+
+    rank 0: Uploader -- a process of this module for each upload --> storage
+
+A process of its own takes no random numbers of the training, as libraries do for pauses between
+their attempts, and no time of its interpreter. It ends with the trainer, as its input is closed.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config.fields import SCHEME
+from hvdtrain.documents import read_text
+from hvdtrain.errors import EXIT_FAILED, EXIT_OK, HvdtrainError, TrainingError
+from hvdtrain.interpreter import module_argv
+from hvdtrain.log import complain, say
+from hvdtrain.pulse import STOP_SIGNALS
+from hvdtrain.records.folders import CHECKPOINTS
+from hvdtrain.records.storage import Storage
+
+PAUSES_S = (1.0, 4.0, 16.0)  # before each further attempt
+LOOK_S = 1.0
+
+
+class Uploader:
+    """Uploads of a run's folder in the background, one at a time; requests during one are one."""
+
+    def __init__(self, output: str, folder: Path, keep: int) -> None:
+        """`keep`: number of newest checkpoints to keep there; `last` and `best` always are."""
+        self.address = f"{output.rstrip('/')}/{folder.name}"
+        self.busy: set[str] = set()  # checkpoints that are being uploaded
+        self.failure: str | None = None  # of the last upload, after all attempts
+        self._output, self._folder, self._keep = output, folder, str(keep)
+        self._requested = self._done = 0
+        self._change = threading.Condition()
+        threading.Thread(target=self._work, name="upload", daemon=True).start()
+
+    def request(self) -> None:
+        """Let the folder, as it is now or later, be uploaded."""
+        with self._change:
+            self._requested += 1
+            self._change.notify_all()
+
+    def wait(self, wait_s: float | None) -> bool:
+        """Wait until nothing is left to upload, or to try; return whether that came in time."""
+        with self._change:
+            return self._change.wait_for(lambda: self._done == self._requested, wait_s)
+
+    def finish(self, beat: Callable[[], object]) -> None:
+        """Upload the folder as it is now. Raises TrainingError if that fails."""
+        self.request()
+        while not self.wait(LOOK_S):
+            beat()
+        if self.failure:
+            raise TrainingError(
+                f"{self.address} lacks the end of the run: {self.failure}. {self._folder} has all "
+                "of it: repeat this with resume auto, to upload that"
+            )
+        say(f"copied to {self.address}")
+
+    def close(self, wait_s: float | None) -> None:
+        """Upload the folder of a run that has not finished, and say so if that fails."""
+        self.request()
+        failure = self.failure if self.wait(wait_s) else f"no time was left after {wait_s:g} s"
+        if failure:
+            complain(f"warning: {self.address} lacks the last records of the run: {failure}")
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._done < self._requested)
+                requested = self._requested
+            failure = self._upload()
+            for pause_s in PAUSES_S if failure else ():
+                time.sleep(pause_s)
+                if not (failure := self._upload()):
+                    break
+            if failure and not self.failure:
+                complain(f"warning: not uploaded to {self.address}: {failure}. Training goes on")
+            with self._change:
+                self.failure, self._done = failure, requested
+                self._change.notify_all()
+
+    def _upload(self) -> str | None:
+        """Upload once; return why it failed, if so."""
+        last, best = (self._pointed(name) for name in ("last", "best"))
+        self.busy = {last, best}
+        arguments = [self._output, str(self._folder), self._keep, last, best]
+        try:
+            with subprocess.Popen(
+                [*module_argv(__name__), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            ) as process:
+                assert process.stderr is not None
+                errors = process.stderr.read().decode("utf-8", "replace").strip()
+                code = process.wait()
+        except OSError as error:  # no process can be started
+            return str(error)
+        finally:
+            self.busy = set()
+        return (errors.rpartition("\n")[2] or f"exit code {code}") if code else None
+
+    def _pointed(self, pointer: str) -> str:
+        """Return the name of the checkpoint that `last` or `best` names; empty if none."""
+        with suppress(OSError, ValueError):
+            return read_text(self._folder / CHECKPOINTS / pointer).strip()
+        return ""
+
+
+def upload_of(folder: Path, options: Mapping[str, Any]) -> Uploader | None:
+    """Return the uploader of a run whose options name an address in object storage, or None."""
+    output = options["output"]
+    return Uploader(output, folder, options["keep_checkpoints"]) if SCHEME in output else None
+
+
+def main() -> int:
+    """Upload once, as the arguments say, and return the exit code; the problem goes to standard
+    error. End with the process that has started this one, which ignores signals: its trainer
+    decides.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+    output, folder, keep, last, best = sys.argv[1:]
+    try:
+        Storage(output).upload(Path(folder), int(keep), last, best)
+    except HvdtrainError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return error.exit_code
+    return EXIT_OK
+
+
+def _end_with_trainer() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
