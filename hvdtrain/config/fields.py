@@ -133,7 +133,7 @@ FOLDER_NAME = Check(
 SCHEME = "://"
 # Of object storage. A folder whose name looks like the start of one is an address that pathlib has
 # shortened.
-ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://[^?#\s]+")
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://(?=.*[^/])[^?#\s]+")
 SHORTENED = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/).*")
 PASSWORD = re.compile(r"://[^/]*:[^/]*@")
 

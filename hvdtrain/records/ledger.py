@@ -118,7 +118,7 @@ class RunLedger(Ledger):
             directory.path / CHECKPOINTS, config["keep_checkpoints"], directory.run_id
         )
         if uploader := upload_of(directory.path, config):
-            self.checkpoints.written = uploader.request
+            self.checkpoints.written = uploader.saved
             self.checkpoints.held = lambda: uploader.busy
             uploader.request()  # what an earlier start has not uploaded, and the name of the run
         self._uploader = uploader

@@ -7,15 +7,18 @@ first, so that a checkpoint without one is none: it was cut off.
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
+from tempfile import TemporaryDirectory
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import AUTO, SCHEME
 from hvdtrain.documents import parse_json, read_text
-from hvdtrain.errors import HvdtrainError, UsageError, refuse
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.files import replace_file
 from hvdtrain.log import say
 from hvdtrain.records.folders import (
     AUDITS,
@@ -36,6 +39,7 @@ MANIFEST = "manifest.json"
 FIRST = (CONFIG, JOB_FILE, METRICS, AUDITS, TRACE, "mlflow.json", "wandb.json")
 LAST = (EVALUATION, SUMMARY)
 NAME = re.compile(r"step-[0-9]{8,}")
+POINTERS = ("best", "last")
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION", re.IGNORECASE)
 SHORTEST_SECRET = 8
 
@@ -59,11 +63,11 @@ class Storage:
             self._fs, self._root = fsspec.url_to_fs(self.output, **local)
         except ImportError as error:
             raise UsageError(
-                f"--output={output}: {protocol}:// needs a library: {error}. For s3:// run `pip "
+                f"{output}: {protocol}:// needs a library: {error}. For s3:// run `pip "
                 "install 'hvdtrain[storage]'`; for gs:// install gcsfs as well, for az:// adlfs"
             ) from error
         except Exception as error:  # of the address, or of what the library reads at its start
-            raise UsageError(f"--output={output}: cannot be used: {_reason(error)}") from error
+            raise UsageError(f"{output}: cannot be used: {_reason(error)}") from error
 
     def probe(self) -> None:
         """Write, read and remove a small object. Raises UsageError if that fails."""
@@ -71,15 +75,14 @@ class Storage:
         try:
             with _translated():
                 self._fs.pipe_file(path, content)
-                same = self._fs.cat_file(path) == content
+                if self._fs.cat_file(path) != content:
+                    raise StorageFailure("what was written is not what is read")
                 self._fs.rm_file(path)
         except StorageFailure as error:
             raise UsageError(
                 f"--output={self.output}: a trial to write, read and remove a small object there "
                 f"failed: {error}. Is the bucket there, and may these credentials do all three?"
             ) from error
-        if not same:
-            raise UsageError(f"--output={self.output}: what was written there is not what is read")
 
     def names(self) -> set[str]:
         """Return the names of all runs, complete or not. Raises StorageFailure."""
@@ -90,9 +93,7 @@ class Storage:
         return set()
 
     def run_of_job(self, name: str, job: str) -> str | None:
-        """Return the name, `name` or a numbered one, of the run that a job of the launcher has
-        begun; None if there is none. Raises StorageFailure.
-        """
+        """Return the name, `name` or a numbered one, of the run that a job has begun, or None."""
         numbered = re.compile(rf"{re.escape(name)}(-\d+)?")
         for run in filter(numbered.fullmatch, sorted(self.names())):
             if (self._read(f"{run}/{JOB_FILE}") or b"").split() == [job.encode()]:
@@ -117,48 +118,52 @@ class Storage:
         if here:
             self._refuse_another_run(folder, newer[0])
         say(f"resume: {self.output}/{run} has a newer checkpoint than {folder}: downloading")
-        if not any(self._fetch_checkpoint(folder, name, beat) for name in newer):
-            refuse(
-                [f"--resume: no checkpoint in {self.output}/{run} can be read"] if not here else [],
-                ". Restore one, or start another --experiment",
+        self._fetch_records(folder, beat)
+        last = next((name for name in newer if self._fetch_checkpoint(folder, name, beat)), "")
+        if last != newer[0]:  # whose end the summary may describe
+            (folder / SUMMARY).unlink(missing_ok=True)
+        if not last and not here:
+            raise UsageError(
+                f"--resume: no checkpoint in {self.output}/{run} can be read. Restore one, or "
+                "start another --experiment"
             )
-            return
-        best = (self._read(f"{run}/{CHECKPOINTS}/best") or b"").decode("utf-8", "replace").strip()
+        best = self._pointed(run, "best")
         if best in stored and not (folder / CHECKPOINTS / best).exists():
             self._fetch_checkpoint(folder, best, beat)
-        for name in (*FIRST, *LAST):
-            (folder / name).unlink(missing_ok=True)
-            with suppress(FileNotFoundError):
-                self._get(f"{run}/{name}", folder / name, beat)
+        for pointer, name in zip(POINTERS, (best, last), strict=True):
+            if name and (folder / CHECKPOINTS / name).is_dir():
+                replace_file(folder / CHECKPOINTS / pointer, [name, "\n"])
         if not here:  # of a run that died without a checkpoint, or of none
             (folder / LOCK).unlink(missing_ok=True)
 
-    def upload(self, folder: Path, keep: int, last: str, best: str) -> None:
-        """Upload the records of a run and these checkpoints, unless they are there, and remove all
-        but the newest, as many as to `keep`. Raises StorageFailure.
+    def upload(
+        self, folder: Path, keep: int, last: str, best: str, new: Collection[str] = ()
+    ) -> None:
+        """Upload the records of a run and the checkpoints `last` and `best`, if these names are not
+        empty, and remove all others but the newest, as many as to `keep`. Raises StorageFailure.
 
-        `last`, `best`: names; empty if there is none.
+        `new`: those to upload even if their manifests are there, as the files may be damaged.
         """
         run = folder.name
         self._put(folder, FIRST)
         for name in sorted({last, best} - {""}):
-            self._put_checkpoint(folder, name)
-        for pointer, name in (("last", last), ("best", best)):
+            self._put_checkpoint(folder, name, name in new)
+        for pointer, name in zip(POINTERS, (best, last), strict=True):
             if name:
                 self._write(f"{run}/{CHECKPOINTS}/{pointer}", f"{name}\n".encode())
         self._put(folder, LAST)
-        stored = self._checkpoints(run)
+        stored = self._checkpoints(run) if last else {}
         kept = {*self._complete(stored)[:keep], last, best}
         for name in stored.keys() - kept:
-            for file in sorted(stored[name], key=MANIFEST.__ne__):
+            for file in sorted(stored[name], key=lambda file: file != MANIFEST):
                 self._remove(f"{run}/{CHECKPOINTS}/{name}/{file}")
 
-    def _put_checkpoint(self, folder: Path, name: str) -> None:
+    def _put_checkpoint(self, folder: Path, name: str, is_new: bool) -> None:
         source, target = folder / CHECKPOINTS / name, f"{folder.name}/{CHECKPOINTS}/{name}"
         with _translated():
             manifest = (source / MANIFEST).read_bytes()
         stored = self._read(f"{target}/{MANIFEST}")
-        if stored == manifest:
+        if stored == manifest and not is_new:
             return
         if stored is not None:  # a step that a resumed run has saved again
             self._remove(f"{target}/{MANIFEST}")
@@ -170,22 +175,53 @@ class Storage:
 
     def _fetch_checkpoint(self, folder: Path, name: str, beat: Callable[[], object]) -> bool:
         """Download a checkpoint and return whether it is good; print the problem of another."""
-        from hvdtrain.train.checkpoint import FILES, DamagedCheckpoint, load_state
+        from hvdtrain.train.checkpoint import DamagedCheckpoint, load_state
 
-        partial = folder / CHECKPOINTS / f".{name}.partial"
-        rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        source = f"{folder.name}/{CHECKPOINTS}/{name}"
+        new, source = folder / CHECKPOINTS / f".{name}.partial", f"{self.output}/{folder.name}"
         try:
-            for file in FILES:
-                self._get(f"{source}/{file}", partial / file, beat)
-            load_state(partial)
-        except (DamagedCheckpoint, FileNotFoundError) as error:
-            say(f"resume: skipping a damaged checkpoint in {self.output}/{source}: {error}")
-            rmtree(partial)
+            self._download(f"{folder.name}/{CHECKPOINTS}/{name}", new, beat)
+            load_state(new)
+        except DamagedCheckpoint as error:
+            say(f"resume: skipping {name} in {source}, which is damaged: {error}")
+            rmtree(new)
             return False
-        partial.rename(folder / CHECKPOINTS / name)
+        new.rename(folder / CHECKPOINTS / name)
         return True
+
+    def _download(self, checkpoint: str, folder: Path, beat: Callable[[], object]) -> None:
+        """Download the files of a checkpoint to a new folder. Raises StorageFailure."""
+        from hvdtrain.train.checkpoint import FILES  # imports torch
+
+        rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for file in FILES:
+            self._get(f"{checkpoint}/{file}", folder / file, beat)
+
+    def copy(self, run: str, name: str, folder: Path) -> Path:
+        """Download the records of a run and its checkpoint of this name, or with an empty one its
+        best, to a new folder; return that of the run. Raises UsageError if it has none.
+        """
+        stored = self._complete(self._checkpoints(run))
+        wanted = (name,) if name else (*map(partial(self._pointed, run), POINTERS), *stored)
+        checkpoint = next(filter(stored.__contains__, wanted), None)
+        if checkpoint is None:
+            raise UsageError(
+                f"{self.output}/{run}: there is no complete checkpoint {name}".rstrip()
+            )
+        copied = folder / run / CHECKPOINTS
+        self._download(f"{run}/{CHECKPOINTS}/{checkpoint}", copied / checkpoint, lambda: None)
+        (copied / POINTERS[0]).write_text(checkpoint)
+        self._fetch_records(folder / run, lambda: None)
+        return copied.parent
+
+    def _pointed(self, run: str, pointer: str) -> str:
+        content = self._read(f"{run}/{CHECKPOINTS}/{pointer}") or b""
+        return content.decode("utf-8", "replace").strip()
+
+    def _fetch_records(self, folder: Path, beat: Callable[[], object]) -> None:
+        for name in (*FIRST, *LAST):
+            (folder / name).unlink(missing_ok=True)
+            self._get(f"{folder.name}/{name}", folder / name, beat)
 
     def _refuse_another_run(self, folder: Path, name: str) -> None:
         with suppress(OSError, ValueError):
@@ -221,11 +257,11 @@ class Storage:
                     self._fs.put_file(str(folder / name), f"{self._root}/{folder.name}/{name}")
 
     def _get(self, path: str, file: Path, beat: Callable[[], object]) -> None:
-        """Download a file. Raises FileNotFoundError and StorageFailure."""
+        """Download a file, if it is there. Raises StorageFailure."""
         from fsspec.callbacks import Callback
 
         heard = Callback(hooks={"beat": lambda size, value, **more: beat()})
-        with _translated():
+        with _translated(), suppress(FileNotFoundError):
             self._fs.get_file(f"{self._root}/{path}", str(file), callback=heard)
 
     def _read(self, path: str) -> bytes | None:
@@ -249,20 +285,19 @@ def open_storage(config: TrainConfig, beat: Callable[[], object]) -> None:
 
     Raises UsageError, also for a failure of the storage: nothing was started.
     """
-    output, resume = config.run.output, config.run.resume
     if not config.is_stored:
         return
     from hvdtrain.data.drawing import kept  # imports torch
 
-    storage = Storage(output)
+    storage = Storage(config.run.output)
     with kept():  # libraries of storage may draw random numbers
         storage.probe()
         say(f"storage: {storage.output}/{config.experiment}, copied from {config.folder}")
-        if resume == AUTO:
+        if config.run.resume == AUTO:
             try:
                 storage.fetch(config.folder, beat)
             except StorageFailure as error:
-                raise UsageError(f"--resume={resume}: {output}: {error}") from error
+                raise UsageError(f"--resume=auto: {storage.output}: {error}") from error
 
 
 def taken_names(config: TrainConfig) -> set[str]:
@@ -273,21 +308,34 @@ def taken_names(config: TrainConfig) -> set[str]:
 
 def name_of_job(config: TrainConfig, job: str) -> str | None:
     """Return the name of the run that a job of the launcher has begun, here or on another host."""
-    if folder := folder_of_job(config.folder, job):
-        return folder.name
-    if not config.is_stored:
-        return None
+    if (folder := folder_of_job(config.folder, job)) or not config.is_stored:
+        return folder.name if folder else None
     with suppress(HvdtrainError):  # which `open_storage` reports
         return Storage(config.run.output).run_of_job(config.experiment, job)
     return None
 
 
 @contextmanager
+def local_copy(source: str) -> Iterator[str]:
+    """Yield what names a run or a checkpoint; for an address in storage, the path of a copy of it,
+    with its best checkpoint, that lasts as long as the context. Raises HvdtrainError.
+    """
+    if SCHEME not in source:
+        yield source
+        return
+    run, _, name = source.rstrip("/").rpartition(f"/{CHECKPOINTS}/")
+    run, name = (run, name) if NAME.fullmatch(name) else (source.rstrip("/"), "")
+    output, _, run = run.rpartition("/")
+    with TemporaryDirectory(prefix="hvdtrain-") as folder:
+        yield str(Storage(output).copy(run, name, Path(folder)))
+
+
+@contextmanager
 def _translated() -> Iterator[None]:
-    """Raise StorageFailure for any error of the storage's library, except FileNotFoundError."""
+    """Raise StorageFailure for any error of the storage's library."""
     try:
         yield
-    except (StorageFailure, FileNotFoundError):
+    except HvdtrainError:
         raise
     except Exception as error:  # of several libraries, with no base in common
         raise StorageFailure(_reason(error)) from error

@@ -39,9 +39,15 @@ class Uploader:
         self.busy: set[str] = set()  # checkpoints that are being uploaded
         self.failure: str | None = None  # of the last upload, after all attempts
         self._output, self._folder, self._keep = output, folder, str(keep)
+        self._new: set[str] = set()  # checkpoints that may replace others of their names
         self._requested = self._done = 0
         self._change = threading.Condition()
         threading.Thread(target=self._work, name="upload", daemon=True).start()
+
+    def saved(self, name: str) -> None:
+        """Let a checkpoint, which this process has written, be uploaded."""
+        self._new.add(name)
+        self.request()
 
     def request(self) -> None:
         """Let the folder, as it is now or later, be uploaded."""
@@ -93,7 +99,8 @@ class Uploader:
         """Upload once; return why it failed, if so."""
         last, best = (self._pointed(name) for name in ("last", "best"))
         self.busy = {last, best}
-        arguments = [self._output, str(self._folder), self._keep, last, best]
+        new = self.busy & self._new
+        arguments = [self._output, str(self._folder), self._keep, last, best, *new]
         try:
             with subprocess.Popen(
                 [*module_argv(__name__), *arguments],
@@ -108,7 +115,10 @@ class Uploader:
             return str(error)
         finally:
             self.busy = set()
-        return (errors.rpartition("\n")[2] or f"exit code {code}") if code else None
+        if code:
+            return errors.rpartition("\n")[2] or f"exit code {code}"
+        self._new -= new
+        return None
 
     def _pointed(self, pointer: str) -> str:
         """Return the name of the checkpoint that `last` or `best` names; empty if none."""
@@ -131,9 +141,9 @@ def main() -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_trainer, daemon=True).start()
-    output, folder, keep, last, best = sys.argv[1:]
+    output, folder, keep, last, best, *new = sys.argv[1:]
     try:
-        Storage(output).upload(Path(folder), int(keep), last, best)
+        Storage(output).upload(Path(folder), int(keep), last, best, new)
     except HvdtrainError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return error.exit_code

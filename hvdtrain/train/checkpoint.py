@@ -72,7 +72,7 @@ class Checkpoints:
         """
         self.folder = folder
         self._keep, self._run = keep, run
-        self.written: Callable[[], object] = lambda: None  # called once a checkpoint is on disk
+        self.written: Callable[[str], object] = lambda name: None  # called after each save
         self.held: Callable[[], Collection[str]] = tuple  # names of those not to remove now
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -157,7 +157,7 @@ class Checkpoints:
             for pointer in ("last", "best") if is_best else ("last",):
                 replace_file(self.folder / pointer, [final.name, "\n"])
             self._prune()
-            self.written()
+            self.written(final.name)
         except Exception as error:  # any error must reach the training thread
             self._failure = error
             with suppress(OSError):  # a partial checkpoint must not keep a full disk full
