@@ -144,19 +144,18 @@ class Storage:
 
         `new`: those to upload even if their manifests are there, as the files may be damaged.
         """
-        run = folder.name
         self._put(folder, FIRST)
         for name in sorted({last, best} - {""}):
             self._put_checkpoint(folder, name, name in new)
         for pointer, name in zip(POINTERS, (best, last), strict=True):
             if name:
-                self._write(f"{run}/{CHECKPOINTS}/{pointer}", f"{name}\n".encode())
+                self._write(f"{folder.name}/{CHECKPOINTS}/{pointer}", f"{name}\n".encode())
         self._put(folder, LAST)
-        stored = self._checkpoints(run) if last else {}
+        stored = self._checkpoints(folder.name) if last else {}
         kept = {*self._complete(stored)[:keep], last, best}
         for name in stored.keys() - kept:
             for file in sorted(stored[name], key=lambda file: file != MANIFEST):
-                self._remove(f"{run}/{CHECKPOINTS}/{name}/{file}")
+                self._remove(f"{folder.name}/{CHECKPOINTS}/{name}/{file}")
 
     def _put_checkpoint(self, folder: Path, name: str, is_new: bool) -> None:
         source, target = folder / CHECKPOINTS / name, f"{folder.name}/{CHECKPOINTS}/{name}"
@@ -219,6 +218,7 @@ class Storage:
         return content.decode("utf-8", "replace").strip()
 
     def _fetch_records(self, folder: Path, beat: Callable[[], object]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         for name in (*FIRST, *LAST):
             (folder / name).unlink(missing_ok=True)
             self._get(f"{folder.name}/{name}", folder / name, beat)
