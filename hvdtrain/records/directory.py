@@ -145,10 +145,14 @@ class RunDirectory:
         """Store the id of the run in a tracker, by which a later start continues its record."""
         self._write(f"{tracker}.json", [json.dumps({"run_id": run_id}), "\n"])
 
-    def restart_trace(self, head: dict[str, Any] | None) -> None:
-        """Let the summary of an earlier start name `head`, with which the trace now ends."""
+    def reopen_summary(self, head: dict[str, Any] | None) -> None:
+        """Let the summary of an earlier start name `head`, with which the trace now ends, and not
+        say that the run has finished: it is being made longer, and may be killed.
+        """
         with suppress(OSError, ValueError):
-            self.write_summary(read_json(self.path / SUMMARY) | {"trace": head})
+            summary = read_json(self.path / SUMMARY) | {"trace": head}
+            status = summary.get("status")
+            self.write_summary(summary | {"status": "stopped" if status == "finished" else status})
 
     def close(self) -> None:
         """Close the files and release the lock."""

@@ -7,7 +7,7 @@ first, so that a checkpoint without one is none: it was cut off.
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,8 @@ from hvdtrain.records.folders import (
 )
 
 MANIFEST = "manifest.json"
-# Before a checkpoint, which is not to be there without its records; and what tells of its end.
-FIRST = (CONFIG, JOB_FILE, METRICS, AUDITS, TRACE, "mlflow.json", "wandb.json")
-LAST = (EVALUATION, SUMMARY)
+# Uploaded before a checkpoint, which is not to be there without them.
+RECORDS = (JOB_FILE, METRICS, AUDITS, TRACE, EVALUATION, "mlflow.json", "wandb.json")
 NAME = re.compile(r"step-[0-9]{8,}")
 POINTERS = ("best", "last")
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION", re.IGNORECASE)
@@ -137,20 +136,28 @@ class Storage:
             (folder / LOCK).unlink(missing_ok=True)
 
     def upload(
-        self, folder: Path, keep: int, last: str, best: str, new: Collection[str] = ()
+        self, folder: Path, keep: int, last: str, best: str, new: Collection[str], summary: bytes
     ) -> None:
         """Upload the records of a run and the checkpoints `last` and `best`, if these names are not
         empty, and remove all others but the newest, as many as to `keep`. Raises StorageFailure.
 
         `new`: those to upload even if their manifests are there, as the files may be damaged.
+        `summary`: of the run when `last` was its last checkpoint, or an earlier one was; or empty.
         """
-        self._put(folder, FIRST)
+        with _translated():
+            config = (folder / CONFIG).read_bytes()
+            for name in RECORDS:
+                if (folder / name).is_file():
+                    self._fs.put_file(str(folder / name), f"{self._root}/{folder.name}/{name}")
         for name in sorted({last, best} - {""}):
             self._put_checkpoint(folder, name, name in new)
         for pointer, name in zip(POINTERS, (best, last), strict=True):
             if name:
                 self._write(f"{folder.name}/{CHECKPOINTS}/{pointer}", f"{name}\n".encode())
-        self._put(folder, LAST)
+        # The configuration last: with a new length, an old summary would be that of its end.
+        for name, content in ((SUMMARY, summary), (CONFIG, config)):
+            if content:
+                self._write(f"{folder.name}/{name}", content)
         stored = self._checkpoints(folder.name) if last else {}
         kept = {*self._complete(stored)[:keep], last, best}
         for name in stored.keys() - kept:
@@ -219,7 +226,7 @@ class Storage:
 
     def _fetch_records(self, folder: Path, beat: Callable[[], object]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (*FIRST, *LAST):
+        for name in (*RECORDS, SUMMARY, CONFIG):
             (folder / name).unlink(missing_ok=True)
             self._get(f"{folder.name}/{name}", folder / name, beat)
 
@@ -249,12 +256,6 @@ class Storage:
         """Return the names of those with a manifest, newest first."""
         names = [name for name, files in checkpoints.items() if MANIFEST in files]
         return sorted(names, key=lambda name: int(name.partition("-")[2]), reverse=True)
-
-    def _put(self, folder: Path, names: Iterable[str]) -> None:
-        with _translated():
-            for name in names:
-                if (folder / name).is_file():
-                    self._fs.put_file(str(folder / name), f"{self._root}/{folder.name}/{name}")
 
     def _get(self, path: str, file: Path, beat: Callable[[], object]) -> None:
         """Download a file, if it is there. Raises StorageFailure."""

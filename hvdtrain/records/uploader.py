@@ -23,7 +23,7 @@ from hvdtrain.errors import EXIT_FAILED, EXIT_OK, HvdtrainError, TrainingError
 from hvdtrain.interpreter import module_argv
 from hvdtrain.log import complain, say
 from hvdtrain.pulse import STOP_SIGNALS
-from hvdtrain.records.folders import CHECKPOINTS
+from hvdtrain.records.folders import CHECKPOINTS, SUMMARY
 from hvdtrain.records.storage import Storage
 
 PAUSES_S = (1.0, 4.0, 16.0)  # before each further attempt
@@ -97,10 +97,20 @@ class Uploader:
 
     def _upload(self) -> str | None:
         """Upload once; return why it failed, if so."""
-        last, best = (self._pointed(name) for name in ("last", "best"))
+        # Read before the pointers: a summary of the end is written after the last checkpoint.
+        summary = self._text(SUMMARY).encode()
+        last, best = (self._text(f"{CHECKPOINTS}/{name}").strip() for name in ("last", "best"))
         self.busy = {last, best}
         new = self.busy & self._new
-        arguments = [self._output, str(self._folder), self._keep, last, best, *new]
+        arguments = [
+            self._output,
+            str(self._folder),
+            self._keep,
+            str(len(summary)),
+            last,
+            best,
+            *new,
+        ]
         try:
             with subprocess.Popen(
                 [*module_argv(__name__), *arguments],
@@ -108,7 +118,9 @@ class Uploader:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
             ) as process:
-                assert process.stderr is not None
+                assert process.stdin is not None and process.stderr is not None
+                process.stdin.write(summary)
+                process.stdin.flush()
                 errors = process.stderr.read().decode("utf-8", "replace").strip()
                 code = process.wait()
         except OSError as error:  # no process can be started
@@ -120,10 +132,10 @@ class Uploader:
         self._new -= new
         return None
 
-    def _pointed(self, pointer: str) -> str:
-        """Return the name of the checkpoint that `last` or `best` names; empty if none."""
+    def _text(self, name: str) -> str:
+        """Return the text of a file of the run; an empty one if it is missing or damaged."""
         with suppress(OSError, ValueError):
-            return read_text(self._folder / CHECKPOINTS / pointer).strip()
+            return read_text(self._folder / name)
         return ""
 
 
@@ -140,10 +152,11 @@ def main() -> int:
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    output, folder, keep, size, last, best, *new = sys.argv[1:]
+    summary = sys.stdin.buffer.read(int(size))
     threading.Thread(target=_end_with_trainer, daemon=True).start()
-    output, folder, keep, last, best, *new = sys.argv[1:]
     try:
-        Storage(output).upload(Path(folder), int(keep), last, best, new)
+        Storage(output).upload(Path(folder), int(keep), last, best, new, summary)
     except HvdtrainError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return error.exit_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import fsspec
@@ -18,7 +18,7 @@ from hvdtrain.records import uploader
 from hvdtrain.records.directory import RunDirectory, new_directory
 from hvdtrain.records.storage import Storage, local_copy, name_of_job, open_storage, taken_names
 from hvdtrain.records.uploader import Uploader
-from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_state
+from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_state, name_of
 from tests.s3_server import BUCKET, SECRET, S3Server, s3_server
 
 OUTPUT = f"s3://{BUCKET}/runs"
@@ -64,6 +64,20 @@ def save(folder: Path, *steps: int, keep: int = 3, run: str = "r" * 32) -> None:
     (folder / "summary.json").write_text('{"status": "stopped"}\n')
 
 
+def upload(
+    folder: Path,
+    last: int,
+    best: int | None = None,
+    keep: int = 4,
+    new: Sequence[str] = (),
+    output: str = OUTPUT,
+) -> None:
+    """As a run that has ended does; checkpoints are given by their steps."""
+    second = "" if best is None else name_of(best)
+    summary = (folder / "summary.json").read_bytes()
+    Storage(output).upload(folder, keep, name_of(last), second, new, summary)
+
+
 def names(folder: Path) -> list[str]:
     return [path.name for path in Checkpoints(folder / "checkpoints", 1).complete()]
 
@@ -78,8 +92,7 @@ def test_the_manifest_is_uploaded_last_and_removed_first(server: S3Server) -> No
     """
     folder = Path("x")
     save(folder, 1, 2)
-    storage = Storage(OUTPUT)
-    storage.upload(folder, 1, "step-00000002", "step-00000001")
+    upload(folder, 2, 1, keep=1)
     first = [path for _, path in server.changes]
     assert first[0] == "runs/x/config.yaml" and first[-1] == "runs/x/summary.json"
     for step in (1, 2):
@@ -87,11 +100,11 @@ def test_the_manifest_is_uploaded_last_and_removed_first(server: S3Server) -> No
         assert ours[-1] == "manifest.json" and len(ours) == 3
     server.changes.clear()
     save(folder, 3, keep=1)
-    storage.upload(folder, 1, "step-00000003", "step-00000003")
+    upload(folder, 3, 3, keep=1)
     removed = [path for method, path in server.changes if method == "DELETE"]
     assert sorted(removed[0::3]) == [f"{SAVED}/step-0000000{n}/manifest.json" for n in (1, 2)]
     assert len(removed) == 6
-    assert storage.names() == {"x"}
+    assert Storage(OUTPUT).names() == {"x"}
 
 
 def test_the_newest_good_checkpoint_is_fetched(
@@ -104,7 +117,7 @@ def test_the_newest_good_checkpoint_is_fetched(
     save(Path("x"), 1, 2, 3, 4)
     storage, files = Storage(OUTPUT), fsspec.filesystem("s3")
     for last in (2, 3, 4):
-        storage.upload(Path("x"), 4, f"step-0000000{last}", "step-00000001")
+        upload(Path("x"), last, 1)
     folder = config().folder
     assert folder == Path("runs/s3", BUCKET, "runs/x")
     storage.fetch(folder, nothing)
@@ -132,14 +145,14 @@ def test_the_newest_good_checkpoint_is_fetched(
 def test_a_damaged_checkpoint_is_replaced_by_the_same_one(server: S3Server) -> None:
     """Fails if a resumed run, which writes the same bits again, leaves damaged ones in storage."""
     save(Path("x"), 1)
-    storage, files = Storage(OUTPUT), fsspec.filesystem("s3")
-    storage.upload(Path("x"), 1, "step-00000001", "")
+    files = fsspec.filesystem("s3")
+    upload(Path("x"), 1)
     path = f"{BUCKET}/{SAVED}/step-00000001/model.safetensors"
     good = files.cat_file(path)
     files.pipe_file(path, b"damaged")
-    storage.upload(Path("x"), 1, "step-00000001", "")  # of an earlier start: trusted
+    upload(Path("x"), 1)  # of an earlier start: trusted
     assert files.cat_file(path) == b"damaged"
-    storage.upload(Path("x"), 1, "step-00000001", "", new=["step-00000001"])
+    upload(Path("x"), 1, new=["step-00000001"])
     assert files.cat_file(path) == good
 
 
@@ -149,7 +162,7 @@ def test_names_in_storage_are_taken(server: S3Server) -> None:
     """
     save(Path("x"), 1)
     (Path("x") / ".job").write_text("job-7\n")
-    Storage(OUTPUT).upload(Path("x"), 1, "step-00000001", "")
+    upload(Path("x"), 1)
     new, resumed = config(None), config()
     directory = new_directory(new.folder, True, taken_names(new))
     directory.close()
@@ -162,7 +175,7 @@ def test_names_in_storage_are_taken(server: S3Server) -> None:
 def test_another_run_of_the_name_is_not_mixed_in(server: S3Server) -> None:
     """Fails if newer checkpoints of another run are added to those of the run here."""
     save(Path("x"), 1, 2)
-    Storage(OUTPUT).upload(Path("x"), 1, "step-00000002", "")
+    upload(Path("x"), 2)
     directory = RunDirectory(config().folder)
     save(directory.path, 1, run=directory.run_id)
     directory.close()
@@ -250,6 +263,6 @@ def test_a_folder_that_another_machine_mounts(tmp_path: Path) -> None:
     storage = Storage(f"file://{tmp_path}/far/runs")
     storage.probe()
     assert storage.names() == set()
-    storage.upload(tmp_path / "x", 1, "step-00000002", "step-00000001")
+    upload(tmp_path / "x", 2, 1, output=storage.output)
     storage.fetch(tmp_path / "back" / "x", nothing)
     assert names(tmp_path / "back" / "x") == ["step-00000002", "step-00000001"]
