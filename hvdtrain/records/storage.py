@@ -87,8 +87,7 @@ class Storage:
         """Return the names of all runs, complete or not. Raises StorageFailure."""
         with _translated(), suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            paths = self._fs.ls(self._root, detail=False)
-            return {path.rstrip("/").rpartition("/")[2] for path in paths}
+            return {path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, False)}
         return set()
 
     def run_of_job(self, name: str, job: str) -> str | None:

@@ -102,18 +102,10 @@ class Uploader:
         last, best = (self._text(f"{CHECKPOINTS}/{name}").strip() for name in ("last", "best"))
         self.busy = {last, best}
         new = self.busy & self._new
-        arguments = [
-            self._output,
-            str(self._folder),
-            self._keep,
-            str(len(summary)),
-            last,
-            best,
-            *new,
-        ]
+        arguments = [self._output, str(self._folder), self._keep, str(len(summary)), last, best]
         try:
             with subprocess.Popen(
-                [*module_argv(__name__), *arguments],
+                [*module_argv(__name__), *arguments, *new],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

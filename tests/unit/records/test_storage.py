@@ -61,6 +61,7 @@ def save(folder: Path, *steps: int, keep: int = 3, run: str = "r" * 32) -> None:
         checkpoints.save(Snapshot(step, "sha", tensors, {"step": step}), step == steps[0])
         checkpoints.wait()
     (folder / "config.yaml").write_text("seed: 0\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     (folder / "summary.json").write_text('{"status": "stopped"}\n')
 
 
@@ -87,14 +88,16 @@ def nothing() -> None:
 
 
 def test_the_manifest_is_uploaded_last_and_removed_first(server: S3Server) -> None:
-    """Fails if a cut between any two requests could leave a manifest without its files, or a
-    checkpoint without the run's configuration; or if too many are kept, or the best is not.
+    """Fails if a cut between any two requests could leave a manifest without its files, a
+    checkpoint without its records, or a summary of the end without the last checkpoint; or if too
+    many are kept, or the best is not.
     """
     folder = Path("x")
     save(folder, 1, 2)
     upload(folder, 2, 1, keep=1)
     first = [path for _, path in server.changes]
-    assert first[0] == "runs/x/config.yaml" and first[-1] == "runs/x/summary.json"
+    assert first[0] == "runs/x/metrics.jsonl"
+    assert first[-2:] == ["runs/x/summary.json", "runs/x/config.yaml"]
     for step in (1, 2):
         ours = [path.rpartition("/")[2] for path in first if f"step-0000000{step}/" in path]
         assert ours[-1] == "manifest.json" and len(ours) == 3
