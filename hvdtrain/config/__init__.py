@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.fields import AUTO, SCHEME, FlagGroup, folder_of
+from hvdtrain.config.fields import AUTO, FlagGroup, folder_of
 from hvdtrain.config.groups import (
     DEFAULT_EPOCHS,
     DEFAULT_GLOBAL_BATCH_SIZE,
@@ -110,8 +110,3 @@ class TrainConfig(FlagGroup):
     def folder(self) -> Path:
         """Return the path of the run's folder on this machine."""
         return folder_of(self.run.output) / self.experiment
-
-    @property
-    def is_stored(self) -> bool:
-        """Return whether the run is copied to object storage."""
-        return SCHEME in self.run.output

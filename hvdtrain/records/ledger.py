@@ -117,19 +117,13 @@ class RunLedger(Ledger):
         self.checkpoints = Checkpoints(
             directory.path / CHECKPOINTS, config["keep_checkpoints"], directory.run_id
         )
-        if uploader := upload_of(directory.path, config):
-            self.checkpoints.written = uploader.saved
-            self.checkpoints.held = lambda: uploader.busy
-            uploader.request()  # what an earlier start has not uploaded, and the name of the run
-        self._uploader = uploader
-        self._is_alone = exchange.size == 1
+        self._uploader = upload_of(directory.path, config, self.checkpoints)
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
         step, before = (resumed["step"], resumed["progress"]) if resumed else (0, {})
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
         self._events = EventLog(directory, step, self._takeaway.get("classes", ()), trackers)
-        figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
-        self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
+        self._evaluated = _evaluated_figures(job)
         head = before.get("trace")
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
         at_start = _summary_at_start(exchange, job, self._evaluated, config["virtual_workers"])
@@ -269,7 +263,7 @@ class RunLedger(Ledger):
         self._events.close(self._summary)
         if self._uploader and not self._ended:
             # Of several workers, one that fails is soon killed: a resumed run uploads the rest.
-            self._uploader.close(None if self._is_alone else FAILED_CLOSE_S)
+            self._uploader.close(None if self._summary["world_size"] == 1 else FAILED_CLOSE_S)
         self._directory.close()
 
     def _audit_counts(self) -> dict[str, int]:
@@ -292,6 +286,12 @@ class RunLedger(Ledger):
             "bad_samples": totals.bad_samples,
             **(valid_fields(evaluation) if evaluation else {}),
         }
+
+
+def _evaluated_figures(job: Job) -> list[str]:
+    """Return the names in the summary of what evaluations find."""
+    figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
+    return [f"valid_{name}" for name in dict.fromkeys(figures)]
 
 
 def _summary_at_start(

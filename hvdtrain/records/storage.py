@@ -14,7 +14,6 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
 
-from hvdtrain.config import TrainConfig
 from hvdtrain.config.fields import AUTO, SCHEME
 from hvdtrain.documents import parse_json, read_text
 from hvdtrain.errors import HvdtrainError, UsageError
@@ -279,39 +278,38 @@ class Storage:
             self._fs.rm_file(f"{self._root}/{path}")
 
 
-def open_storage(config: TrainConfig, beat: Callable[[], object]) -> None:
+def open_storage(output: str, folder: Path, resume: str | None, beat: Callable[[], object]) -> None:
     """Check the storage of a run, if it has one, before anything is begun, and fetch what is to be
-    resumed. `beat`: called as parts arrive.
+    resumed. `folder`: of the run. `beat`: called as parts arrive.
 
     Raises UsageError, also for a failure of the storage: nothing was started.
     """
-    if not config.is_stored:
+    if SCHEME not in output:
         return
     from hvdtrain.data.drawing import kept  # imports torch
 
-    storage = Storage(config.run.output)
+    storage = Storage(output)
     with kept():  # libraries of storage may draw random numbers
         storage.probe()
-        say(f"storage: {storage.output}/{config.experiment}, copied from {config.folder}")
-        if config.run.resume == AUTO:
+        say(f"storage: {storage.output}/{folder.name}, copied from {folder}")
+        if resume == AUTO:
             try:
-                storage.fetch(config.folder, beat)
+                storage.fetch(folder, beat)
             except StorageFailure as error:
                 raise UsageError(f"--resume=auto: {storage.output}: {error}") from error
 
 
-def taken_names(config: TrainConfig) -> set[str]:
+def taken_names(output: str, resume: str | None) -> set[str]:
     """Return the names in the storage, if any, that a new run cannot have."""
-    is_new = config.run.resume is None
-    return Storage(config.run.output).names() if config.is_stored and is_new else set()
+    return Storage(output).names() if SCHEME in output and resume is None else set()
 
 
-def name_of_job(config: TrainConfig, job: str) -> str | None:
+def name_of_job(output: str, folder: Path, job: str) -> str | None:
     """Return the name of the run that a job of the launcher has begun, here or on another host."""
-    if (folder := folder_of_job(config.folder, job)) or not config.is_stored:
-        return folder.name if folder else None
+    if (here := folder_of_job(folder, job)) or SCHEME not in output:
+        return here.name if here else None
     with suppress(HvdtrainError):  # which `open_storage` reports
-        return Storage(config.run.output).run_of_job(config.experiment, job)
+        return Storage(output).run_of_job(folder.name, job)
     return None
 
 

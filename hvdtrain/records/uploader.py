@@ -6,6 +6,8 @@ A process of its own takes no random numbers of the training, as libraries do fo
 their attempts, and no time of its interpreter. It ends with the trainer, as its input is closed.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.fields import SCHEME
 from hvdtrain.documents import read_text
@@ -25,6 +27,9 @@ from hvdtrain.log import complain, say
 from hvdtrain.pulse import STOP_SIGNALS
 from hvdtrain.records.folders import CHECKPOINTS, SUMMARY
 from hvdtrain.records.storage import Storage
+
+if TYPE_CHECKING:  # without torch, in the processes that upload
+    from hvdtrain.train.checkpoint import Checkpoints
 
 PAUSES_S = (1.0, 4.0, 16.0)  # before each further attempt
 LOOK_S = 1.0
@@ -131,10 +136,26 @@ class Uploader:
         return ""
 
 
-def upload_of(folder: Path, options: Mapping[str, Any]) -> Uploader | None:
-    """Return the uploader of a run whose options name an address in object storage, or None."""
-    output = options["output"]
-    return Uploader(output, folder, options["keep_checkpoints"]) if SCHEME in output else None
+def upload_of(
+    folder: Path, options: Mapping[str, Any], checkpoints: Checkpoints | None = None
+) -> Uploader | None:
+    """Return the uploader of a run whose options name an address in object storage, or None.
+
+    It uploads what an earlier start has not, and each of its `checkpoints` from now on.
+    """
+    if SCHEME not in options["output"]:
+        return None
+    uploader = Uploader(options["output"], folder, options["keep_checkpoints"])
+    if checkpoints:
+        checkpoints.written, checkpoints.held = uploader.saved, lambda: uploader.busy
+        uploader.request()
+    return uploader
+
+
+def finish_upload(folder: Path, options: Mapping[str, Any], beat: Callable[[], object]) -> None:
+    """Upload what a finished run, whose options these are, has not; see `Uploader.finish`."""
+    if uploader := upload_of(folder, options):
+        uploader.finish(beat)
 
 
 def main() -> int:

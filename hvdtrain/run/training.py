@@ -30,7 +30,7 @@ from hvdtrain.records.ledger import Ledger, RunLedger
 from hvdtrain.records.provenance import provenance
 from hvdtrain.records.storage import name_of_job, open_storage, taken_names
 from hvdtrain.records.trackers import check_trackers, open_trackers
-from hvdtrain.records.uploader import upload_of
+from hvdtrain.records.uploader import finish_upload
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.balance import balance
 from hvdtrain.run.hooks import RunKeeper, StepProfiler, find_order, make_audits
@@ -141,8 +141,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
             if resumable:
                 options = as_flat_dict(config) | {"script": session.script}
                 say(final_lines(resumed.finished, options, str(config.folder)))
-                if uploader := upload_of(config.folder, options):
-                    uploader.finish(session.pulse.beat)
+                finish_upload(config.folder, options, session.pulse.beat)
             yield None
         session.pulse.finish()
     finally:
@@ -270,8 +269,8 @@ def of_this_job(config: TrainConfig, exchange: Exchange) -> TrainConfig:
     """
     if os.environ.get(RESTART, "0") == "0":
         return config
-    run = config.run
-    if exchange.rank == 0 and (name := name_of_job(config, os.environ.get(JOB, ""))):
+    run, job = config.run, os.environ.get(JOB, "")
+    if exchange.rank == 0 and (name := name_of_job(run.output, config.folder, job)):
         run = replace(run, experiment=name, resume="auto")
     return replace(config, run=exchange.broadcast_object(run, "hvdtrain.own_run"))
 
@@ -279,7 +278,7 @@ def of_this_job(config: TrainConfig, exchange: Exchange) -> TrainConfig:
 def _find_resumable(config: TrainConfig, session: Session) -> Resumable | None:
     if session.exchange.rank == 0:
         check_trackers(config.run.log_to)
-        open_storage(config, session.pulse.beat)
+        open_storage(config.run.output, config.folder, config.run.resume, session.pulse.beat)
     return find_resumable(config, session.exchange)
 
 
@@ -294,7 +293,8 @@ def _take_directory(
         return None
     if resumable:
         return resumable.directory
-    return new_directory(config.folder, config.run.resume is None, taken_names(config))
+    run = config.run
+    return new_directory(config.folder, run.resume is None, taken_names(run.output, run.resume))
 
 
 def _resolved_options(config: TrainConfig, job: Job, script: Script | None) -> dict[str, Any]:

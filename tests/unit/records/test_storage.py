@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 
-from hvdtrain.config import RunConfig, TrainConfig
+from hvdtrain.config import RunConfig
 from hvdtrain.config.options import build_config
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.records import uploader
@@ -22,6 +22,7 @@ from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_state, name_of
 from tests.s3_server import BUCKET, SECRET, S3Server, s3_server
 
 OUTPUT = f"s3://{BUCKET}/runs"
+FOLDER = Path("runs/s3", BUCKET, "runs/x")
 SAVED = "runs/x/checkpoints"
 
 
@@ -47,10 +48,6 @@ def server(
     moto_server.changes.clear()
     yield moto_server
     moto_server.refused = ""
-
-
-def config(resume: str | None = "auto") -> TrainConfig:
-    return build_config({"output": OUTPUT, "experiment": "x", "resume": resume}, [])
 
 
 def save(folder: Path, *steps: int, keep: int = 3, run: str = "r" * 32) -> None:
@@ -121,8 +118,8 @@ def test_the_newest_good_checkpoint_is_fetched(
     storage, files = Storage(OUTPUT), fsspec.filesystem("s3")
     for last in (2, 3, 4):
         upload(Path("x"), last, 1)
-    folder = config().folder
-    assert folder == Path("runs/s3", BUCKET, "runs/x")
+    folder = build_config({"output": OUTPUT, "experiment": "x"}, []).folder
+    assert folder == FOLDER
     storage.fetch(folder, nothing)
     assert names(folder) == ["step-00000004", "step-00000001"]
     assert (folder / "checkpoints/last").read_text() == "step-00000004\n"
@@ -166,20 +163,19 @@ def test_names_in_storage_are_taken(server: S3Server) -> None:
     save(Path("x"), 1)
     (Path("x") / ".job").write_text("job-7\n")
     upload(Path("x"), 1)
-    new, resumed = config(None), config()
-    directory = new_directory(new.folder, True, taken_names(new))
+    directory = new_directory(FOLDER, True, taken_names(OUTPUT, None))
     directory.close()
     assert directory.path.name == "x-2"
-    assert taken_names(resumed) == set()
-    assert name_of_job(resumed, "job-7") == "x"
-    assert name_of_job(resumed, "job-8") is None
+    assert taken_names(OUTPUT, "auto") == set()
+    assert name_of_job(OUTPUT, FOLDER, "job-7") == "x"
+    assert name_of_job(OUTPUT, FOLDER, "job-8") is None
 
 
 def test_another_run_of_the_name_is_not_mixed_in(server: S3Server) -> None:
     """Fails if newer checkpoints of another run are added to those of the run here."""
     save(Path("x"), 1, 2)
     upload(Path("x"), 2)
-    directory = RunDirectory(config().folder)
+    directory = RunDirectory(FOLDER)
     save(directory.path, 1, run=directory.run_id)
     directory.close()
     with pytest.raises(UsageError, match="is another run than"):
@@ -210,7 +206,7 @@ def test_bad_storage_is_refused_before_anything(
     server.refused = "/refused/"
     before = random.getstate()
     with pytest.raises(UsageError, match=problem) as caught:
-        open_storage(build_config({"output": output}, []), nothing)
+        open_storage(RunConfig(output=output).output, FOLDER, None, nothing)
     assert output in str(caught.value) and SECRET not in str(caught.value)
     assert random.getstate() == before and list(tmp_path.iterdir()) == []
 
