@@ -63,6 +63,9 @@ setup(
         # its local store, a database.
         "mlflow": ["mlflow-skinny>=3.7,<4", "sqlalchemy>=2,<3", "alembic>=1.10,<2"],
         "wandb": ["wandb>=0.22,<1"],
+        # Of `--output s3://...`. s3fs needs the fsspec of its own date; gs:// and az:// need gcsfs
+        # and adlfs.
+        "storage": ["fsspec>=2024.6", "s3fs>=2024.6"],
         # Of examples/gpt2.py, lora.py, packed_tokens.py and trainer.py, which the tests run, and of
         # the callbacks in hvdtrain.integrations. A Trainer needs accelerate.
         "transformers": ["accelerate>=1.1,<2", "transformers>=5,<6"],
@@ -77,6 +80,7 @@ setup(
             "kubernetes-validate>=1.31,<2",
             "litdata>=0.2.76,<0.3",
             "mlflow-skinny>=3.7,<4",
+            "moto[server]>=5,<6",
             "mypy>=1.15,<3",
             "nbclient>=0.10,<1",
             "nbformat>=5.10,<6",
@@ -87,6 +91,7 @@ setup(
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",
             "ruff>=0.12,<1",
+            "s3fs>=2024.6",
             "setuptools>=70.1,<100",
             "sqlalchemy>=2,<3",
             "types-PyYAML>=6,<7",

@@ -4,7 +4,6 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.flags import (
@@ -17,7 +16,7 @@ from hvdtrain.cli.flags import (
     train_flag,
     wrong_flags,
 )
-from hvdtrain.config.fields import Check
+from hvdtrain.config.fields import Check, folder_of
 from hvdtrain.errors import EXIT_OK, EXIT_PREFLIGHT, UsageError, attempt
 from hvdtrain.files import json_problems, write_json
 from hvdtrain.launcher.doctor import failed, format_findings, format_verdict
@@ -66,7 +65,7 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         examination = examine(
             hosts,
             ssh,
-            output=str(Path(arguments["output"]).expanduser().absolute()),
+            output=str(folder_of(arguments["output"]).expanduser().absolute()),
             interface=interface,
             controller=arguments["controller"],
             ring=not arguments["no_ring"],

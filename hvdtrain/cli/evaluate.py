@@ -25,11 +25,12 @@ FLAGS = (
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Collective: evaluate and return the exit code. Raises UsageError."""
     refuse(problems)
+    from hvdtrain.records.storage import local_copy
     from hvdtrain.run.joined import joined_workers
     from hvdtrain.run.trained import evaluate
 
-    with joined_workers(topology) as workers:
-        evaluate(arguments, VALUES, workers)
+    with joined_workers(topology) as workers, local_copy(arguments["source"]) as source:
+        evaluate(arguments | {"source": source}, VALUES, workers)
     return EXIT_OK
 
 

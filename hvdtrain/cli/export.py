@@ -18,14 +18,16 @@ FLAGS = (
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Export and return the exit code. Raises UsageError."""
     refuse(problems)
+    from hvdtrain.records.storage import local_copy
     from hvdtrain.weights.export import export
 
-    return export(
-        Path(arguments["source"]),
-        Path(arguments["out"]),
-        force=arguments["force"],
-        keep_names=arguments["keep_names"],
-    )
+    with local_copy(arguments["source"]) as source:
+        return export(
+            Path(source),
+            Path(arguments["out"]),
+            force=arguments["force"],
+            keep_names=arguments["keep_names"],
+        )
 
 
 COMMAND = Command(

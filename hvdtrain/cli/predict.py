@@ -32,11 +32,12 @@ FLAGS = (
 def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> int:
     """Collective: predict and return the exit code. Raises UsageError."""
     refuse([*problems, *wrong_flags(FLAGS, arguments)])
+    from hvdtrain.records.storage import local_copy
     from hvdtrain.run.joined import joined_workers
     from hvdtrain.run.prediction import predict
 
-    with joined_workers(topology) as workers:
-        predict(arguments, workers)
+    with joined_workers(topology) as workers, local_copy(arguments["source"]) as source:
+        predict(arguments | {"source": source}, workers)
     return EXIT_OK
 
 

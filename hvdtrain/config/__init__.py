@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.config.data import DataConfig
-from hvdtrain.config.fields import AUTO, FlagGroup
+from hvdtrain.config.fields import AUTO, FlagGroup, folder_of
 from hvdtrain.config.groups import (
     DEFAULT_EPOCHS,
     DEFAULT_GLOBAL_BATCH_SIZE,
@@ -108,5 +108,5 @@ class TrainConfig(FlagGroup):
 
     @property
     def folder(self) -> Path:
-        """Return the path of the run's folder."""
-        return Path(self.run.output) / self.experiment
+        """Return the path of the run's folder on this machine."""
+        return folder_of(self.run.output) / self.experiment

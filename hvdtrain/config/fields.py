@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.errors import refuse
@@ -127,3 +128,31 @@ FOLDER_NAME = Check(
     lambda text: text not in ("", ".", "..") and not {"/", "\0"} & set(text),
     "={!r}: must be one folder name",
 )
+
+
+SCHEME = "://"
+# Of object storage. A folder whose name looks like the start of one is an address that pathlib has
+# shortened.
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://(?=.*[^/])[^?#\s]+")
+SHORTENED = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/).*")
+PASSWORD = re.compile(r"://[^/]*:[^/]*@")
+
+
+def is_output(text: str) -> bool:
+    """Return whether `text` is a folder, or an address in object storage without credentials."""
+    if SCHEME not in text:
+        return not SHORTENED.fullmatch(text)
+    is_plain = ADDRESS.fullmatch(text) and not PASSWORD.search(text)
+    return bool(is_plain) and not {".", ".."} & set(text.split("/"))
+
+
+OUTPUT = Check(  # its value may hold a password, and is not shown
+    is_output,
+    " is neither a folder nor an address as text, such as s3://BUCKET/runs, without '..', query "
+    "and credentials, which the library of the storage takes from the environment or its own files",
+)
+
+
+def folder_of(output: str) -> Path:
+    """Return the folder below which runs are written: of s3://bucket/a, it is runs/s3/bucket/a."""
+    return Path("runs", output.replace(SCHEME, "/", 1)) if SCHEME in output else Path(output)

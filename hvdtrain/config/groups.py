@@ -9,6 +9,7 @@ from hvdtrain.config.fields import (
     FOLDER_NAME,
     NOT_EMPTY,
     NOT_NEGATIVE,
+    OUTPUT,
     POSITIVE,
     SIZE,
     SOME_TRACKERS,
@@ -275,7 +276,11 @@ class CheckConfig(FlagGroup):
 class RunConfig(FlagGroup):
     """The folder of the run, its seed, reports and checkpoints."""
 
-    output: str = free_flag("runs", "write runs below this folder")
+    output: str = free_flag(
+        "runs",
+        "write runs below this folder, or copy them to s3://BUCKET/PATH, gs://... or az://...",
+        OUTPUT,
+    )
     experiment: str | None = free_flag(
         None, "name this run (default: MODEL-DATA, or TASK)", FOLDER_NAME
     )

@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -145,10 +145,14 @@ class RunDirectory:
         """Store the id of the run in a tracker, by which a later start continues its record."""
         self._write(f"{tracker}.json", [json.dumps({"run_id": run_id}), "\n"])
 
-    def restart_trace(self, head: dict[str, Any] | None) -> None:
-        """Let the summary of an earlier start name `head`, with which the trace now ends."""
+    def reopen_summary(self, head: dict[str, Any] | None) -> None:
+        """Let the summary of an earlier start name `head`, with which the trace now ends, and not
+        say that the run has finished: it is being made longer, and may be killed.
+        """
         with suppress(OSError, ValueError):
-            self.write_summary(read_json(self.path / SUMMARY) | {"trace": head})
+            summary = read_json(self.path / SUMMARY) | {"trace": head}
+            status = summary.get("status")
+            self.write_summary(summary | {"status": "stopped" if status == "finished" else status})
 
     def close(self) -> None:
         """Close the files and release the lock."""
@@ -244,15 +248,15 @@ class RunDirectory:
             raise TrainingError(f"{self.path / name} cannot be written: {reason}") from error
 
 
-def new_directory(folder: Path, numbered: bool) -> RunDirectory:
+def new_directory(folder: Path, numbered: bool, taken: Collection[str] = ()) -> RunDirectory:
     """Return the locked folder of a new run.
 
-    `numbered`: where `folder` holds another run, take the next free one of NAME-2, NAME-3, ..., and
-    print so. Raises RunExists otherwise, and UsageError for files that are no run. The lock decides
-    between jobs that start at the same time.
+    `numbered`: where `folder` holds another run, or its name is one of `taken`, take the next free
+    one of NAME-2, NAME-3, ..., and print so. Raises RunExists otherwise, and UsageError for files
+    that are no run. The lock decides between jobs that start at the same time.
     """
     for path in candidates(folder):
-        if path != folder and occupants(path):
+        if path.name in taken or (path != folder and occupants(path)):
             continue
         try:
             directory = RunDirectory(path)

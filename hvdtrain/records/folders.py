@@ -36,7 +36,7 @@ def free_folder(folder: Path) -> Path:
         path
         for path in candidates(folder)
         if not (CONFIG in occupants(path) if path == folder else occupants(path))
-        and not ((path / LOCK).exists() and _is_live(path))
+        and not ((path / LOCK).exists() and is_locked(path))
     )
 
 
@@ -67,10 +67,10 @@ def occupants(folder: Path, holds_lock: bool = False) -> list[str]:
         return []
     held = {name for name in names if name[0] != "." and name not in KEPT}
     died = {LOCK, CONFIG} <= names and held <= set(LEAVINGS) and not _keeps_anything(folder)
-    return [] if died and (holds_lock or not _is_live(folder)) else sorted(held)
+    return [] if died and (holds_lock or not is_locked(folder)) else sorted(held)
 
 
-def _is_live(run: Path) -> bool:
+def is_locked(run: Path) -> bool:
     """Return whether a job holds the lock, or the lock cannot be examined."""
     import fcntl  # not on Windows, where `--help` imports this module
 

@@ -24,9 +24,10 @@ from hvdtrain.records.folders import CHECKPOINTS
 from hvdtrain.records.provenance import GpuMeter, changes, machine, versions
 from hvdtrain.records.stragglers import Stragglers
 from hvdtrain.records.trace_file import TraceFile, origin_of
-from hvdtrain.records.trackers import Tracker
+from hvdtrain.records.trackers import FAILED_CLOSE_S, Tracker
+from hvdtrain.records.uploader import upload_of
 from hvdtrain.tasks import valid_metrics_of
-from hvdtrain.train.checkpoint import Checkpoints, Snapshot
+from hvdtrain.train.checkpoint import Checkpoints, Snapshot, step_of
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.job import Job
 from hvdtrain.train.metering import Totals
@@ -74,6 +75,10 @@ class Ledger:
     def saved(self, snapshot: Snapshot | None, evaluation: Evaluation | None) -> None:
         """Write a checkpoint, in the background."""
 
+    def is_uploaded(self, wait_s: float) -> bool:
+        """Wait until nothing is left to upload; return whether that came in time."""
+        return True
+
     def finish(self, outcome: Outcome) -> None:
         """Complete the records of a finished run."""
 
@@ -115,14 +120,15 @@ class RunLedger(Ledger):
         take_cause(directory.path)  # from an earlier start
         self._directory, self._began_s, self._ended = directory, time.monotonic(), False
         folder, keep = directory.path / CHECKPOINTS, config["keep_checkpoints"]
-        self.checkpoints = Checkpoints(folder, keep, directory.run_id, pulse.saved)
+        self.checkpoints = Checkpoints(folder, keep, directory.run_id)
+        self.checkpoints.written.append(lambda name: pulse.saved(step_of(name)))
+        self._uploader = upload_of(directory.path, config, self.checkpoints)
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
         self._takeaway = job.task.takeaway() | {"config": config}
         step, before = (resumed["step"], resumed["progress"]) if resumed else (0, {})
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
         self._events = EventLog(directory, step, self._takeaway.get("classes", ()), trackers)
-        figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
-        self._evaluated = [f"valid_{name}" for name in dict.fromkeys(figures)]
+        self._evaluated = _evaluated_figures(job)
         head = before.get("trace")
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
         at_start = _summary_at_start(exchange, job, self._evaluated, config["virtual_workers"])
@@ -208,6 +214,9 @@ class RunLedger(Ledger):
         self._trace.sync()
         self.checkpoints.save(snapshot, is_best, self._takeaway | {"trace": self._summary["trace"]})
 
+    def is_uploaded(self, wait_s: float) -> bool:
+        return self._uploader is None or self._uploader.wait(wait_s)
+
     def _note_best(self, evaluation: Evaluation, step: int) -> None:
         """Update the best figure; call before the state is captured, so that it is saved."""
         name, best = f"valid_{self._job.task.best}", self._summary["best"]
@@ -234,6 +243,8 @@ class RunLedger(Ledger):
         self._ended = True
         self._console.close()
         say(final_lines(self._summary, self._takeaway["config"], str(self._directory.path)))
+        if self._uploader:
+            self._uploader.finish(self._pulse.beat)
 
     def fail(self, error: BaseException) -> None:
         if self._ended:
@@ -260,6 +271,9 @@ class RunLedger(Ledger):
         if self._summary["status"] == "stopped":
             say(way_on(self.checkpoints.complete(), "script" in self._takeaway["config"]))
         self._events.close(self._summary)
+        if self._uploader and not self._ended:
+            # Of several workers, one that fails is soon killed: a resumed run uploads the rest.
+            self._uploader.close(None if self._summary["world_size"] == 1 else FAILED_CLOSE_S)
         self._directory.close()
 
     def _audit_counts(self) -> dict[str, int]:
@@ -282,6 +296,12 @@ class RunLedger(Ledger):
             "bad_samples": totals.bad_samples,
             **(valid_fields(evaluation) if evaluation else {}),
         }
+
+
+def _evaluated_figures(job: Job) -> list[str]:
+    """Return the names in the summary of what evaluations find."""
+    figures = ("loss", "accuracy", *valid_metrics_of(job.task), "samples")
+    return [f"valid_{name}" for name in dict.fromkeys(figures)]
 
 
 def _summary_at_start(

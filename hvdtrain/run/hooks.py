@@ -28,6 +28,8 @@ from hvdtrain.train.job import Job
 from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture
 
+UPLOAD_LOOK_S = 5.0  # at a stop: well within the time after which it is given up
+
 
 def find_order(config: TrainConfig, job: Job, exchange: Exchange) -> KnownOrder | None:
     """Return the order of sums for an exact audit, if it matters. Raises UsageError if unknown."""
@@ -173,8 +175,13 @@ class RunKeeper:
         """Collective: raise Stopped on all ranks with the highest signal that any received."""
         self.signals.saving()
         self.ledger.checkpoints.wait()
-        numbers = self.exchange.all_gather_object(self.signals.requested, "hvdtrain.stop")
-        raise Stopped(max(number for number in numbers if number is not None))
+        while True:  # the others wait for rank 0's upload, and show that they are alive
+            answer = self.signals.requested, self.ledger.is_uploaded(UPLOAD_LOOK_S)
+            self.signals.alive()
+            self.pulse.beat()
+            answers = self.exchange.all_gather_object(answer, "hvdtrain.stop")
+            if all(uploaded for _, uploaded in answers):
+                raise Stopped(max(number for number, _ in answers if number is not None))
 
 
 @dataclass

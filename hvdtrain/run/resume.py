@@ -89,7 +89,7 @@ class Resumable:
         """Drop records of later steps and correct the pointers to checkpoints."""
         state, folder = self.resumed.state, self.directory.path / CHECKPOINTS
         self.directory.forget_after(state["step"] if state else 0)
-        self.directory.restart_trace(state["progress"].get("trace") if state else None)
+        self.directory.reopen_summary(state["progress"].get("trace") if state else None)
         best = state["progress"]["summary"].get("best") if state else None
         path = self.checkpoint
         Checkpoints(folder, keep=1).repair(

@@ -25,10 +25,12 @@ from hvdtrain.log import say
 from hvdtrain.pulse import JOB, RESTART, Pulse, stop_within_s
 from hvdtrain.records.console import final_lines, header
 from hvdtrain.records.directory import RunDirectory, new_directory
-from hvdtrain.records.folders import PROFILE, folder_of_job
+from hvdtrain.records.folders import PROFILE
 from hvdtrain.records.ledger import Ledger, RunLedger
 from hvdtrain.records.provenance import provenance
+from hvdtrain.records.storage import name_of_job, open_storage, taken_names
 from hvdtrain.records.trackers import check_trackers, open_trackers
+from hvdtrain.records.uploader import finish_upload
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.balance import balance, follower_of
 from hvdtrain.run.hooks import RunKeeper, StepProfiler, find_order, make_audits
@@ -127,7 +129,7 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     """
     exchange = session.exchange
     session.pulse.beat("prepare")
-    resumable = run_on_all(exchange, "resume", lambda: _find_resumable(config, exchange))
+    resumable = run_on_all(exchange, "resume", lambda: _find_resumable(config, session))
     try:
         resumed: Resumed = exchange.broadcast_object(
             resumable.resumed if resumable else Resumed(), "hvdtrain.resumed"
@@ -137,9 +139,9 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
                 yield run
         else:
             if resumable:
-                folder = str(resumable.directory.path)
                 options = as_flat_dict(config) | {"script": session.script}
-                say(final_lines(resumed.finished, options, folder))
+                say(final_lines(resumed.finished, options, str(config.folder)))
+                finish_upload(config.folder, options, session.pulse.beat)
             yield None
         session.pulse.finish()
     finally:
@@ -268,16 +270,17 @@ def of_this_job(config: TrainConfig, exchange: Exchange) -> TrainConfig:
     """
     if os.environ.get(RESTART, "0") == "0":
         return config
-    run = config.run
-    if exchange.rank == 0 and (folder := folder_of_job(config.folder, os.environ.get(JOB, ""))):
-        run = replace(run, experiment=folder.name, resume="auto")
+    run, job = config.run, os.environ.get(JOB, "")
+    if exchange.rank == 0 and (name := name_of_job(run.output, config.folder, job)):
+        run = replace(run, experiment=name, resume="auto")
     return replace(config, run=exchange.broadcast_object(run, "hvdtrain.own_run"))
 
 
-def _find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
-    if exchange.rank == 0:
+def _find_resumable(config: TrainConfig, session: Session) -> Resumable | None:
+    if session.exchange.rank == 0:
         check_trackers(config.run.log_to)
-    return find_resumable(config, exchange)
+        open_storage(config.run.output, config.folder, config.run.resume, session.pulse.beat)
+    return find_resumable(config, session.exchange)
 
 
 def _take_directory(
@@ -291,7 +294,8 @@ def _take_directory(
         return None
     if resumable:
         return resumable.directory
-    return new_directory(config.folder, numbered=config.run.resume is None)
+    run = config.run
+    return new_directory(config.folder, run.resume is None, taken_names(run.output, run.resume))
 
 
 def _resolved_options(config: TrainConfig, job: Job, script: Script | None) -> dict[str, Any]:

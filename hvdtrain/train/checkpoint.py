@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,15 +66,15 @@ class Checkpoints:
     run has written is removed or replaced.
     """
 
-    def __init__(
-        self, folder: Path, keep: int, run: str = "", report: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, folder: Path, keep: int, run: str = "") -> None:
         """`keep`: number of newest checkpoints to keep; the best one is always kept. `run`: the id
-        of the run, by which it knows its own. `report`: called with the step of each that is
-        complete, in the thread that writes.
+        of the run, by which it knows its own.
         """
-        self.folder, self._report = folder, report
+        self.folder = folder
         self._keep, self._run = keep, run
+        # Called with the name of each complete checkpoint, in the thread that writes.
+        self.written: list[Callable[[str], object]] = []
+        self.held: Callable[[], Collection[str]] = tuple  # names of those not to remove now
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
         self._abandoned: threading.Event | None = None
@@ -172,7 +172,8 @@ class Checkpoints:
             _write_checkpoint(final, snapshot, takeaway, self._run)
             for pointer in ("last", "best") if is_best else ("last",):
                 replace_file(self.folder / pointer, [final.name, "\n"])
-            self._report(snapshot.step)
+            for follow_up in self.written:
+                follow_up(final.name)
             self._prune()
         except Exception as error:  # any error must reach the training thread
             with suppress(OSError):  # a partial checkpoint must not keep a full disk full
@@ -188,7 +189,7 @@ class Checkpoints:
             _remove(leftover)
 
     def _prune(self) -> None:
-        pointed = {_pointed(self.folder / name) for name in ("last", "best")}
+        pointed = {*self.held(), *(_pointed(self.folder / name) for name in ("last", "best"))}
         checkpoints = [path for path in self.complete() if self._is_own(path)]
         for path in checkpoints[self._keep :]:
             if path.name not in pointed:
