@@ -24,9 +24,11 @@ from hvdtrain.launcher.horovodrun import NCCL_SETTINGS, SETTINGS
 from hvdtrain.launcher.hosts import MOST_HOSTS, MOST_SLOTS
 from hvdtrain.launcher.kubernetes import (
     CLAIM,
+    HOME,
     JOB_FOLDER,
     RETRIES,
     SECRET_KEY,
+    USER,
     PodJob,
     dns_label,
     indexed_job,
@@ -255,17 +257,22 @@ def _field(flag: Flag) -> str:
 
 def _needs(job: PodJob, form: str) -> list[str]:
     """Return the lines on what a cluster must have, and how to start the job."""
-    secret = (
-        "The secret by which the pods recognise one another, made once:",
-        f"  openssl rand -hex 32 | tr -d '\\n' | kubectl create secret generic "
-        f"{job.name}-rendezvous --from-file={SECRET_KEY}=/dev/stdin",
+    share = f"all pods share it as their working folder, {JOB_FOLDER}."
+    operator = (
+        "- The Kubeflow MPI Operator (v2beta1). It makes keys for this job alone.",
+        f"- In the image OpenSSH, and a user with uid {USER} and the home folder {HOME}.",
     )
-    operator = ("The Kubeflow MPI Operator (v2beta1), and OpenSSH in the image.",)
-    label = "training.kubeflow.org" if form == "mpijob" else "batch.kubernetes.io"
+    secret = (
+        "- A secret by which the pods recognise one another, made once:",
+        f"    openssl rand -hex 32 | tr -d '\\n' | kubectl create secret generic {job.secret} "
+        f"--from-file={SECRET_KEY}=/dev/stdin",
+    )
+    label = "batch.kubernetes.io/job"
+    first = f"-l {label}-name={job.name},{label}-completion-index=0"
     return [
-        "Needs, in the namespace:",
-        f"The claim `{CLAIM}`, ReadWriteMany: all pods share it as their working folder.",
+        "Start:  kubectl apply -f FILE",
+        f"Output: kubectl logs -f {f'job/{job.name}-launcher' if form == 'mpijob' else first}",
+        "Needs:",
+        f"- The claim `{CLAIM}`, ReadWriteMany: {share}",
         *(operator if form == "mpijob" else secret if job.nodes > 1 else ()),
-        "",
-        f"Output: kubectl logs -f --prefix -l {label}/job-name={job.name}",
     ]

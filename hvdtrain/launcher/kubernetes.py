@@ -52,6 +52,11 @@ class PodJob:
     command: Sequence[str]  # of the workers
     environment: Mapping[str, str]
 
+    @property
+    def secret(self) -> str:
+        """Return the name of the Secret that the pods share."""
+        return f"{self.name}-rendezvous"
+
 
 def dns_label(name: str, suffix: str) -> str:
     """Return a DNS label like `name`, to which `suffix` can be added.
@@ -74,7 +79,7 @@ def indexed_job(job: PodJob) -> list[Object]:
     if job.nodes > 1:
         address = f"{job.name}-0.{job.name}:{PORT}"
         words = ["--nnodes", str(job.nodes), "--rendezvous", address, *words]
-        reference = {"name": f"{job.name}-rendezvous", "key": SECRET_KEY}
+        reference = {"name": job.secret, "key": SECRET_KEY}
         source: Object = {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": reference}}
         environment.append(source)
     container = {
