@@ -144,6 +144,7 @@ def read_pod_job(flags: Flags, arguments: dict[str, Any], form: str) -> PodJob:
         if config.run.resume is None:  # pods are started again
             command = [*command, "--resume", "auto"]
     refuse(problems)
+    output = [] if config is None else [config.run.output]
     suffix = f"-worker-{nodes - 1}" if form == "mpijob" else f"-{nodes - 1}"
     return PodJob(
         name=dns_label(job_name(command, config), max(suffix, "-launcher", key=len)),
@@ -151,7 +152,7 @@ def read_pod_job(flags: Flags, arguments: dict[str, Any], form: str) -> PodJob:
         nodes=nodes,
         slots=workers // nodes,
         gpus=config is not None and config.model.device == "cuda",
-        reaches_out=any("://" in word for word in command),
+        reaches_out=any("://" in word for word in command + output),
         flags=list(_passed_on(flags, arguments)),
         command=command,
         environment={name: os.environ[name] for name in SETTINGS_PASSED & set(os.environ)},
@@ -188,6 +189,7 @@ def _check(
 ) -> list[str]:
     """Return the problems of values beside one another."""
     several, per_node = form == "job" and nodes > 1, arguments.get("nproc_per_node") or "1"
+    min_np = arguments["min_np"] or 0
     return every_problem(
         (arguments["image"] is None, "--print-kubernetes: which image? Give --image NAME"),
         *(
@@ -198,6 +200,7 @@ def _check(
         (not 1 <= workers <= MOST_SLOTS, f"-np {workers}: must be from 1 to {MOST_SLOTS}"),
         (nodes > MOST_HOSTS, f"--nnodes={nodes}: must be at most {MOST_HOSTS}"),
         (nodes > 0 and workers % nodes, f"-np {workers}: must be a multiple of --nnodes={nodes}"),
+        (0 < workers < min_np, f"--min-np={min_np}: is above the number of workers, {workers}"),
         (not per_node.isdigit(), f"--nproc-per-node={per_node}: must be a number, for pods"),
         (
             several and arguments["controller"] == "mpi",

@@ -29,6 +29,7 @@ CASES = [
         "--image a --nnodes 4 -np 6 -- train",
         "-np 6: must be a multiple of --nnodes=4",
     ),
+    pods("min-np", "--image a --nnodes 2 --min-np 3 -- train", "--min-np=3: is above the number"),
     pods(
         "hosts",
         "--image a -H b:2 -p 22 --detach -- train",
