@@ -57,7 +57,7 @@ class Node:
             if "emptyDir" in kinds[mount["name"]]:
                 argv += ["--tmpfs", f"{mount['mountPath']}:exec,mode=1777"]
             else:
-                argv += ["--volume", f"{self.name}-{mount['name']}:{mount['mountPath']}"]
+                argv += ["--volume", f"{self.name}-{mount['name']}:{mount['mountPath']}:nocopy"]
         for volume in given:
             argv += ["--volume", f"{self.name}-{volume}:{VOLUMES[volume]}:ro"]
         argv += [part for word in entry for part in ("--entrypoint", word)]
