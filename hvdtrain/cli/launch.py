@@ -23,6 +23,7 @@ from hvdtrain.cli.flags import (
     ssh_options,
     wrong_flags,
 )
+from hvdtrain.cli.kubernetes import KUBERNETES_FLAGS, print_kubernetes
 from hvdtrain.cli.metrics import METRICS_FLAGS, read_endpoint
 from hvdtrain.cli.worker_command import (
     check_command,
@@ -122,6 +123,7 @@ FLAGS = (  # named as in horovodrun where it has them
         check=at_least(1),
     ),
     METRICS_FLAGS,
+    KUBERNETES_FLAGS,
     Flag("--detach", "go on in the background, without a terminal, once the checks passed", bool),
     Flag("--dry-run", "print horovodrun's command; contact no host", bool),
     Flag("--plain", "print plain lines, no live view, on a terminal too", bool),
@@ -234,6 +236,8 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
         raise UsageError(
             "launch starts the workers itself: run it once, not under horovodrun, mpirun or srun"
         )
+    if arguments["print_kubernetes"] or arguments["image"]:
+        return print_kubernetes(FLAGS, arguments, problems)
     launch = read_launch(arguments, problems)
     if arguments["dry_run"]:
         return _dry_run(launch)
@@ -291,9 +295,8 @@ def _dry_run(launch: Launch) -> int:
     plan = replace(launch.plan, hosts=take_slots(launch.plan.hosts, launch.plan.workers))
     say(shlex.join(job_argv(plan, SshSetup(plan.hosts, plan.ssh), "JOB")))
     reasons = [f"{name}={value}: {SETTING_REASONS[name]}" for name, value in plan.settings.items()]
-    notes = [launch.note] if launch.note else []
     command = f"each worker runs: {shlex.join(plan.command)}"
-    for line in (_controller(plan), *reasons, *notes, command):
+    for line in filter(None, (_controller(plan), *reasons, launch.note, command)):
         complain(line)
     return EXIT_OK
 

@@ -29,8 +29,11 @@ def read_command(words: list[str]) -> list[str]:
     return command[1:] if is_own else command
 
 
-def check_command(command: list[str]) -> list[str]:
-    """Return the problem of a command that workers cannot run."""
+def check_command(command: list[str], elsewhere: bool = False) -> list[str]:
+    """Return the problem of a command that workers cannot run.
+
+    `elsewhere`: another machine has the command's file.
+    """
     if not command:
         return ["nothing to launch: give `-- train ...` or `-- python SCRIPT ...`"]
     name = command[0]
@@ -49,6 +52,8 @@ def check_command(command: list[str]) -> list[str]:
         return [f"{name}: does not run on workers; use `hvdtrain {shlex.join(command)}` alone"]
     if near := closest(name, OWN_COMMANDS):
         hint = f"did you mean {near}?"
+    elif elsewhere and name:
+        return []
     return [f"{name or repr(name)}: {reason}; {hint}"]
 
 

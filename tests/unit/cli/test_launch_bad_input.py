@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
-from tests.unit import bad_hosts, bad_launches
+from tests.unit import bad_hosts, bad_launches, bad_pods
 
 LONGEST = 1200  # characters: a paragraph or a few lines, no list of everything
-CASES = [*bad_launches.CASES, *bad_hosts.CASES]
+CASES = [*bad_launches.CASES, *bad_hosts.CASES, *bad_pods.CASES]
 
 pytestmark = pytest.mark.timeout(90)
 
