@@ -79,7 +79,8 @@ FLAGS = (  # named as in horovodrun where it has them
     ),
     Flag(
         "--start-timeout-s",
-        "allow workers S seconds to connect, then to begin their first step (default: 600 s)",
+        "allow workers, and with --nnodes the hosts, S seconds to connect, then workers to begin "
+        "their first step (default: 600 s)",
         float,
         default=600.0,
         metavar="S",
@@ -230,7 +231,8 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     if arguments["dry_run"]:
         return _dry_run(launch)
     if launch.meeting and launch.meeting.rank:
-        return run_node(launch.meeting, launch.plan.limits.start_timeout_s, say)
+        limit_s = launch.plan.limits.start_timeout_s
+        return run_node(launch.meeting, limit_s, lambda line: say(f"hvdtrain launch: {line}"))
     metrics = MetricsServer(launch.endpoint, launch.plan.typed) if launch.endpoint else None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # workers' output may not fit its encoding
@@ -335,10 +337,10 @@ restarts.
     hvdtrain launch -np 2 -- verify
     hvdtrain launch -np 4 --detach -- train --model lenet
 
-    hvdtrain launch --nnodes 2 --node-rank R --rendezvous alpha:29500 -- train ...  # on each host
+    hvdtrain launch --nnodes 2 --node-rank R --rendezvous alpha:29500 -- train ...
 
 Hosts: -H or --hostfile, else those of Slurm or the MPI Operator, else this machine (-np required).
-Without SSH: --nnodes.
+Without SSH: --nnodes, with the same command on each host (R: 0, 1).
 """,
     FLAGS,
     run,

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from hvdtrain.config.fields import Check, at_least
 from hvdtrain.errors import UsageError, attempt, refuse
 from hvdtrain.launcher.addresses import is_loopback, name_problem
 from hvdtrain.launcher.hosts import MOST_HOSTS, Host
-from hvdtrain.launcher.nodes import SECRET, Rendezvous
+from hvdtrain.launcher.nodes import SECRET, Rendezvous, own_secret
 from hvdtrain.launcher.sites import hosts_of_site
 from hvdtrain.topology import Topology
 
@@ -114,9 +115,9 @@ def read_rendezvous(
         refuse(_unused(arguments))
         return None
     problems = [
-        f"{flag}: the hosts of --nnodes are those that join: leave it out"
-        for name, flag in (("hosts", "-H"), ("hostfile", "--hostfile"))
-        if arguments[name] is not None
+        f"{flag}: with --nnodes hosts join by themselves, without SSH: leave it out"
+        for flag in ("--hosts", "--hostfile", "--ssh-port", "--ssh-identity-file")
+        if _given(arguments, flag)
     ]
     if arguments["detach"]:
         problems.append("--detach: the commands of all nodes end with the job: leave it out")
@@ -220,21 +221,22 @@ def _meet(values: dict[str, Value]) -> tuple[str, int]:
             "MASTER_ADDR and MASTER_PORT"
         )
     (host, source), (port, _) = values["host"], values["port"]
-    if (problem := name_problem(host)) or ":" in host:
-        raise UsageError(f"{source}: {problem or 'not an IPv4 address or name of a host'}")
+    if problem := "not an IPv4 address, or name" if ":" in host else name_problem(host):
+        raise UsageError(f"{source}={host}: {problem}")
     if not port.isdigit() or not 1 <= int(port) <= LARGEST_PORT:
         raise UsageError(f"{source}: must end with a port from 1 to {LARGEST_PORT}, not {port!r}")
     return host, int(port)
 
 
 def _secret(arguments: dict[str, Any], environment: Mapping[str, str], host: str) -> str:
-    """Return the secret of the nodes; empty on loopback. Raises UsageError without one."""
+    """Return the secret of the nodes, on loopback by default the user's own. Raises UsageError."""
     if path := arguments["rendezvous_secret_file"]:
         return read_token(path.read_text, f"--rendezvous-secret-file={path}")
     if SECRET in environment:
         return read_token(lambda _: environment[SECRET], SECRET)
-    if is_loopback(host):
-        return ""
+    with suppress(OSError):
+        if is_loopback(host):
+            return own_secret()
     raise UsageError(
         f"--rendezvous={host}: others could join the job, and run code as you: give all nodes the "
         f"same secret by --rendezvous-secret-file FILE, or in {SECRET} (such as that of {A_TOKEN})"

@@ -62,6 +62,7 @@ class HubAddress(NamedTuple):
     host: str
     port: int
     secret: str
+    key: str  # of shells alone
     nodes: int
     on_one: bool  # all nodes may be on one machine, where this is tried out
 
@@ -150,9 +151,8 @@ class SshSetup:
 
     def _ssh_command(self) -> list[str]:
         if self.options.hub:
-            host, port, secret, nodes, _ = self.options.hub
             ranks = {self.name_of(host): host.node for host in self._hosts}
-            settings = {"address": [host, port], "secret": secret, "nodes": nodes, "ranks": ranks}
+            settings = self.options.hub._asdict() | {"ranks": ranks}
             (self.path / "hub").write_text(json.dumps(settings), "utf-8")  # in a private folder
             return [*module_argv("hvdtrain.launcher.nodes.shell"), str(self.path / "hub")]
         real = shutil.which("ssh")

@@ -12,7 +12,12 @@ node     the other nodes' end
 shell    the program that stands for ssh at node rank 0
 """
 
+import os
+import secrets
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from hvdtrain import __version__
 from hvdtrain.launcher.protocol import Message
@@ -24,6 +29,18 @@ NO_CONNECTION = "hvdtrain: node rank"  # what a shell's line on a missing node b
 CODING = "latin-1"  # of bytes within a message
 
 
+def own_secret() -> str:
+    """Return a secret of this user on this machine; made at the first call. Raises OSError."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "hvdtrain" / "rendezvous-secret"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError), NamedTemporaryFile("w", dir=path.parent) as file:  # mode 0600
+        file.write(secrets.token_hex(32))
+        file.flush()
+        os.link(file.name, path)
+    return path.read_text("ascii")
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """Where the nodes of a job meet, and which of them this is."""
@@ -32,7 +49,7 @@ class Rendezvous:
     rank: int
     host: str  # of node rank 0, as the others reach it
     port: int
-    secret: str  # empty only where others cannot connect: on loopback
+    secret: str
     slots: int  # workers of each node
     command: tuple[str, ...] = ()  # what the user typed after `--`
 

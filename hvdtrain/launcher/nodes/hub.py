@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -40,6 +42,7 @@ class Hub(Channel):
         self.names: dict[int, str] = {}  # of the machines of nodes that have ever joined
         self.turned_away: list[str] = []  # addresses
         self.problem = ""  # why the nodes do not make a job
+        self._key = secrets.token_hex(32)
         self._twice_s: dict[int, float] = {}
         self._over = threading.Event()
         self.ending: Message = {"over": EXIT_FAILED, "text": ""}
@@ -59,7 +62,7 @@ class Hub(Channel):
     def address(self) -> HubAddress:
         """Return where shells reach it."""
         job, host = self._job, LOOPBACK if self._own == ANYWHERE else self._own
-        return HubAddress(host, job.port, job.secret, job.nodes, is_loopback(job.host))
+        return HubAddress(host, job.port, job.secret, self._key, job.nodes, is_loopback(job.host))
 
     @property
     def missing(self) -> list[int]:
@@ -68,8 +71,9 @@ class Hub(Channel):
 
     def refusal(self, rank: int, introduction: Message) -> Message | None:
         """Return why a node does not belong to this job, or is not alone with its rank."""
-        if rank >= self._job.nodes:  # a shell
-            return None
+        if rank >= self._job.nodes:  # a shell, which only this machine starts
+            is_own = hmac.compare_digest(str(introduction.get("key")).encode(), self._key.encode())
+            return None if is_own else {"refused": f"there is no node rank {rank}"}
         host = str(introduction.get("hostname"))
         job = introduction.get("job")
         theirs: dict[str, Any] = job if isinstance(job, dict) else {}

@@ -87,8 +87,9 @@ class NodeCommand:
         self._send(ended=code if code >= 0 else 128 - code)
 
     def _read(self, name: str, stream: IO[bytes]) -> None:
-        while data := os.read(stream.fileno(), CHUNK_BYTES):
-            self._send(**{name: data.decode(CODING)})
+        with stream:
+            while data := os.read(stream.fileno(), CHUNK_BYTES):
+                self._send(**{name: data.decode(CODING)})
 
 
 class Node:

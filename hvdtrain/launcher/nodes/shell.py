@@ -1,7 +1,7 @@
 """What stands for ssh at node rank 0: `shell FILE [options] HOST COMMAND` runs a command on a node.
 
-FILE has the hub's address, its secret, and the ranks of nodes by the names of their hosts. Like ssh
-it passes on input, output and the exit code, which is 255 where the node is not connected.
+FILE has the address, secret and key of the hub, and the ranks of nodes by the names of their hosts.
+Input, output and the exit code are passed on as by ssh: 255 where the node is not connected.
 """
 
 import json
@@ -27,9 +27,10 @@ def main() -> int:
     ranks = settings["ranks"]
     node = next(ranks[word] for word in options if word in ranks)
     # Above all ranks of nodes; a process id is that of one process of this machine.
-    introduction = {"rank": settings["nodes"] + os.getpid(), "node": node}
+    introduction = {"rank": settings["nodes"] + os.getpid(), "node": node, "key": settings["key"]}
     try:
-        connection = connect(tuple(settings["address"]), settings["secret"], introduction)
+        address = settings["host"], settings["port"]
+        connection = connect(address, settings["secret"], introduction)
         connection.send({"start": command})
         return _relay(connection)
     except ConnectionLost as error:
