@@ -183,8 +183,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
     log_dir, follow = _log_dir(arguments["log_dir"], config), not (config or arguments["log_dir"])
-    name = job_name(command, config)
-    return Launch(plan, log_dir, config, follow, name, note, endpoint, meeting)
+    return Launch(plan, log_dir, config, follow, job_name(command, config), note, endpoint, meeting)
 
 
 def _check(arguments: dict[str, Any], workers: int) -> list[str]:

@@ -191,14 +191,14 @@ class LaunchJob:
 
     def _orders(self, token: str, start: int) -> Orders:
         # `python` is the one that runs hvdtrain. On nodes, the probe adds their own environment.
-        own = {} if self._plan.ssh.hub else {**os.environ, "PATH": search_path(os.environ)}
+        here = {} if self._plan.ssh.hub else {**os.environ, "PATH": search_path(os.environ)}
         return Orders(
             token=token,
             command=self._plan.restarted if start else self._plan.command,
             folders=working_folders(),
             hostname=socket.gethostname(),
             environment={
-                **own,
+                **here,
                 **self._plan.settings,
                 RESTART: str(start),
                 JOB: self._name,

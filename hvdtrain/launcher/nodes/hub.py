@@ -201,7 +201,7 @@ def joined(
     plan: JobPlan, meeting: Rendezvous | None, notify: Callable[[str], None]
 ) -> Iterator[tuple[JobPlan, Callable[[JobOutcome], None]]]:
     """Yield the plan with the nodes that have joined as its hosts, and a function that takes the
-    outcome for them; they are told at the end of the context. Without a meeting, yield `plan`.
+    outcome for them, which they learn at the end of the context. Without a meeting, yield `plan`.
     """
     if meeting is None:
         yield plan, lambda outcome: None
