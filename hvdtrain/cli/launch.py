@@ -49,7 +49,6 @@ from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.metrics import Endpoint, MetricsServer
 from hvdtrain.launcher.nodes import Rendezvous
 from hvdtrain.launcher.nodes.hub import joined
-from hvdtrain.launcher.nodes.node import run_node
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.launcher.ranks import Limits
 from hvdtrain.launcher.ssh import SshSetup
@@ -230,6 +229,8 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     if arguments["dry_run"]:
         return _dry_run(launch)
     if launch.meeting and launch.meeting.rank:
+        from hvdtrain.launcher.nodes.node import run_node  # only Linux has what it needs
+
         limit_s = launch.plan.limits.start_timeout_s
         return run_node(launch.meeting, limit_s, lambda line: say(f"hvdtrain launch: {line}"))
     metrics = MetricsServer(launch.endpoint, launch.plan.typed) if launch.endpoint else None
@@ -285,6 +286,9 @@ def _supervise(
 
 
 def _dry_run(launch: Launch) -> int:
+    if launch.meeting and launch.meeting.rank:
+        say(describe(launch.meeting))
+        return EXIT_OK
     plan = replace(launch.plan, hosts=take_slots(launch.plan.hosts, launch.plan.workers))
     say(shlex.join(job_argv(plan, SshSetup(plan.hosts, plan.ssh), "JOB")))
     reasons = [f"{name}={value}: {SETTING_REASONS[name]}" for name, value in plan.settings.items()]
@@ -335,7 +339,6 @@ restarts.
     hvdtrain launch -np 2 -- evaluate runs/lenet-digits
     hvdtrain launch -np 2 -- verify
     hvdtrain launch -np 4 --detach -- train --model lenet
-
     hvdtrain launch --nnodes 2 --node-rank R --rendezvous alpha:29500 -- train ...
 
 Hosts: -H or --hostfile, else those of Slurm or the MPI Operator, else this machine (-np required).

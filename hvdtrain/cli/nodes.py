@@ -114,6 +114,7 @@ def read_rendezvous(
     if not typed and not _is_node(arguments, values, environment):
         refuse(_unused(arguments))
         return None
+    reason = "" if typed else f". {_why_node(values)}"
     problems = [
         f"{flag}: with --nnodes hosts join by themselves, without SSH: leave it out"
         for flag in ("--hosts", "--hostfile", "--ssh-port", "--ssh-identity-file")
@@ -123,7 +124,8 @@ def read_rendezvous(
         problems.append("--detach: the commands of all nodes end with the job: leave it out")
     nodes = attempt(problems, lambda: _number(values, "--nnodes", 1, MOST_HOSTS))
     if nodes is None:
-        raise UsageError(*problems)
+        refuse(problems, reason)
+    assert nodes is not None
     is_one = nodes == 1
     rank = 0 if is_one else attempt(problems, lambda: _number(values, "--node-rank", 0, nodes - 1))
     slots = attempt(problems, lambda: _slots(arguments["np"], nodes, values))
@@ -134,7 +136,7 @@ def read_rendezvous(
             "--controller=mpi: Open MPI starts its processes on other hosts by SSH or a batch "
             "system alone; with --nnodes use --controller gloo"
         )
-    refuse(problems)
+    refuse(problems, reason)
     assert rank is not None and slots is not None and secret is not None
     return Rendezvous(nodes, rank, host, port, secret, slots, tuple(command))
 
@@ -175,6 +177,15 @@ def _is_node(
     if values["--nnodes"].text in ("0", "1") or values["--node-rank"].source.startswith("JOB_"):
         return False
     return not hosts_of_site(environment)
+
+
+def _why_node(values: dict[str, Value]) -> str:
+    """Return which variables make this a node, and what to do if it should be none."""
+    named = [f"{values[name].source}={values[name].text}" for name in ("--nnodes", "--node-rank")]
+    return (
+        f"({' and '.join(named)} make this one of several hosts; for a job on this machine alone, "
+        "add -H localhost:N)"
+    )
 
 
 def _unused(arguments: dict[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from tests.parallel.experiments import summary_and_weights, train
 from tests.parallel.launching import hvdtrain
 
 TOKEN = "a-secret-of-the-nodes"
-STEPS = 60
+STEPS = 30
 WAIT = "import signal, time; print('waits'); time.sleep(60)"
 
 

@@ -40,7 +40,7 @@ class Hub(Channel):
         """Listen at the rendezvous. Raises PreflightError."""
         self._job, self._shells = rendezvous, dict[int, int]()  # node by shell
         self.names: dict[int, str] = {}  # of the machines of nodes that have ever joined
-        self.turned_away: list[str] = []  # addresses
+        self.turned_away: dict[str, None] = {}  # addresses, in order
         self.problem = ""  # why the nodes do not make a job
         self._key = secrets.token_hex(32)
         self._twice_s: dict[int, float] = {}
@@ -97,7 +97,7 @@ class Hub(Channel):
         return None
 
     def turn_away(self, address: str) -> None:
-        self.turned_away.append(address)
+        self.turned_away[address] = None
 
     def _poll(self) -> None:
         while not self._over.is_set():
@@ -144,7 +144,7 @@ class Hub(Channel):
         while missing := self.missing:
             if self.problem:
                 raise PreflightError(self.problem)
-            strangers = few(list(dict.fromkeys(self.turned_away)))
+            strangers = few([*self.turned_away])
             if len(self.turned_away) > warned:
                 notify(f"turned away, for lack of this node's secret: {strangers}")
                 warned = len(self.turned_away)

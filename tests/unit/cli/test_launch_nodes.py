@@ -109,6 +109,11 @@ def test_a_plain_launch_is_never_a_node(flags: str, environment: dict[str, str])
         (f"{FLAGS} --node-rank=0 --controller=mpi", {}, "Open MPI starts its processes on"),
         ("", {**TRAIN_JOB, "PET_NNODES": "1:3"}, "PET_NNODES=1:3: a job has a fixed number"),
         ("", {**TRAIN_JOB, "PET_NPROC_PER_NODE": "x"}, "PET_NPROC_PER_NODE=x: "),
+        (
+            "-np 4",
+            PYTORCH_JOB,
+            "(WORLD_SIZE=3 and RANK=2 make this one of several",
+        ),
         ("", {**PYTORCH_JOB, SECRET: "short"}, f"{SECRET}: must hold one word of 16"),
         ("-np 2 --nproc-per-node=2", {}, "--nproc-per-node: applies to --nnodes"),
     ],
