@@ -15,7 +15,6 @@ from tests.hosts.trials import (
     CHECKPOINT_EVERY,
     END_S,
     EXPERIMENT,
-    NOTICED_S,
     RESTART,
     Lines,
     Scene,
@@ -52,9 +51,9 @@ def launch(
 def test_the_same_bits_though_a_worker_is_killed_and_a_host_lost(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Fails if nodes that start in any order do not make a job, if a killed worker or a lost host
-    is not noticed, or the job does not go on, or ends with other bits than one process; or if a
-    command does not end with the exit code of the job.
+    """Fails if nodes that start in any order do not make a job, if a worker that is killed is not
+    named, if the job does not go on without the host that is lost at the same time, or ends with
+    other bits than one process; or if a command does not end with the exit code of the job.
     """
     words = ["train", *EXPERIMENT, f"--max-steps={STEPS}", "--virtual-workers=4"]
     words += [f"--output={tmp_path / 'runs'}", "--experiment=run"]
@@ -63,13 +62,11 @@ def test_the_same_bits_though_a_worker_is_killed_and_a_host_lost(
     lines = nodes[0]
     lines.wait_for(f"step {CHECKPOINT_EVERY + 1}/", END_S)
     Scene(cluster, tmp_path / "runs", lines, random.Random(0)).worker(1).kill()
-    restarted_s = lines.wait_for(RESTART, NOTICED_S)
-    lines.wait_for("step ", END_S, restarted_s)
     cluster.kill_host(2)
     assert [node.wait(END_S) for node in nodes[:2]] == [0, 0], lines.text
     for line in ("rank 1 on beta was killed by SIGKILL", "left out: gamma: node: node rank 2 "):
         assert line in lines.text
-    assert lines.text.count(RESTART) == 2, lines.text
+    assert lines.text.count(RESTART) == 1, lines.text
     assert "the job has ended with exit code 0" in nodes[1].text
     flags = [*EXPERIMENT, f"--max-steps={STEPS}", "--virtual-workers=4"]
     assert train(flags, tmp_path / "alone", 1, "none").exit_code == 0

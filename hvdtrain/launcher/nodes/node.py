@@ -24,7 +24,7 @@ from hvdtrain.launcher.protocol import (
     Unproven,
     connect,
 )
-from hvdtrain.launcher.worker import become_subreaper, kill_descendants
+from hvdtrain.launcher.worker import CANNOT_START, become_subreaper, kill_descendants
 from hvdtrain.pulse import STOP_SIGNALS
 
 RETRY_S = 1.0
@@ -191,7 +191,11 @@ class Node:
 
                 running = {n: each for n, each in self._commands.items() if each.runs}
                 environment = os.environ | {FIRST_NODE: connection.peer}
-                self._commands = running | {number: NodeCommand(command, environment, send)}
+                try:
+                    self._commands = running | {number: NodeCommand(command, environment, send)}
+                except OSError as error:  # no process could be made
+                    send(errors=f"{error}\n")
+                    send(ended=CANNOT_START)
             case {"input": data, "of": number}:
                 if number in self._commands:
                     self._commands[number].write(data.encode(CODING))
