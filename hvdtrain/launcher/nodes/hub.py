@@ -85,7 +85,7 @@ class Hub(Channel):
                     "on every node"
                 )
                 return {"refused": self.problem}
-        if not rank >= 1:
+        if rank < 1:
             self.problem = f"{host} has node rank {rank} too; give each node a rank of its own"
             return {"refused": self.problem}
         if rank in self.connected:  # started again, perhaps, before the loss was noticed
@@ -106,10 +106,10 @@ class Hub(Channel):
     def _take(self, rank: int, message: Message) -> None:
         is_shell = rank >= self._job.nodes
         match message:
-            case {"hello": hello} if is_shell:
-                self._shells[rank] = int(hello["node"])
+            case {"hello": {"node": int(node)}} if is_shell:
+                self._shells[rank] = node
             case {"hello": hello}:
-                self.names.setdefault(rank, str(hello.get("hostname")))
+                self.names[rank] = str(hello.get("hostname"))
                 self._twice_s.pop(rank, None)
             case {"start": command} if is_shell:
                 node = self._shells[rank]
@@ -119,9 +119,9 @@ class Hub(Channel):
                     self._lose_command(rank, f"{NO_CONNECTION} {node} is not connected")
             case {"input": text} if is_shell:
                 self.send({"input": text, "of": rank}, self._shells[rank])
-            case {"to": shell, **answer} if not is_shell:
-                self.send(answer, int(shell))
-            case {"stop": number} if not is_shell and number in STOP_SIGNALS:
+            case {"to": int(shell), **answer} if not is_shell:
+                self.send(answer, shell)
+            case {"stop": int(number)} if not is_shell and number in STOP_SIGNALS:
                 os.kill(os.getpid(), number)
 
     def _part(self, rank: int) -> None:
