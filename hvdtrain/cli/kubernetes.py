@@ -18,7 +18,7 @@ from hvdtrain.cli.worker_command import (
     read_train,
 )
 from hvdtrain.config import TrainConfig
-from hvdtrain.config.fields import Check, at_least
+from hvdtrain.config.fields import Check
 from hvdtrain.errors import EXIT_OK, UsageError, attempt, every_problem, refuse
 from hvdtrain.launcher.horovodrun import NCCL_SETTINGS, SETTINGS
 from hvdtrain.launcher.hosts import MOST_HOSTS, MOST_SLOTS
@@ -56,9 +56,6 @@ KUBERNETES_FLAGS = Section(
                 lambda name: re.fullmatch(rf"\w[\w./:@-]{{0,{LONGEST_IMAGE - 1}}}", name, re.ASCII),
                 "={}: is not the name of an image, such as registry.example/hvdtrain:1",
             ),
-        ),
-        Flag(
-            "--nnodes", "start the workers on N hosts, evenly", int, metavar="N", check=at_least(1)
         ),
     ),
 )

@@ -19,12 +19,12 @@ from hvdtrain.cli.flags import (
     SECONDS,
     Command,
     Flag,
-    find_hosts,
     ssh_options,
     wrong_flags,
 )
 from hvdtrain.cli.kubernetes import KUBERNETES_FLAGS, print_kubernetes
 from hvdtrain.cli.metrics import METRICS_FLAGS, read_endpoint
+from hvdtrain.cli.nodes import NODES_FLAGS, describe, find_job_hosts
 from hvdtrain.cli.worker_command import (
     check_command,
     check_train,
@@ -45,10 +45,12 @@ from hvdtrain.launcher.horovodrun import (
     find_controller,
     settings_for,
 )
-from hvdtrain.launcher.hosts import MOST_SLOTS, Host, take_slots
+from hvdtrain.launcher.hosts import MOST_SLOTS, take_slots
 from hvdtrain.launcher.job import JobPlan, LaunchJob, job_argv
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.metrics import Endpoint, MetricsServer
+from hvdtrain.launcher.nodes import Rendezvous
+from hvdtrain.launcher.nodes.hub import joined
 from hvdtrain.launcher.processes import StopRequests
 from hvdtrain.launcher.ranks import STOP_WITHIN_S, Limits
 from hvdtrain.launcher.ssh import SshSetup
@@ -69,6 +71,7 @@ FLAGS = (  # named as in horovodrun where it has them
         metavar="N",
     ),
     HOST_FLAGS,
+    NODES_FLAGS,
     Flag(
         "--controller",
         "negotiate and reduce over this controller (default: mpi on one host, if available, "
@@ -78,7 +81,8 @@ FLAGS = (  # named as in horovodrun where it has them
     ),
     Flag(
         "--start-timeout-s",
-        "allow workers S seconds to connect, then to begin their first step (default: 600 s)",
+        "allow workers, and with --nnodes the hosts, S seconds to connect, then workers to begin "
+        "their first step (default: 600 s)",
         float,
         default=600.0,
         metavar="S",
@@ -148,6 +152,7 @@ class Launch:
     name: str = "job"  # in the list of jobs
     note: str = ""  # on the name of a new run, if another run has the one that was asked for
     endpoint: Endpoint | None = None  # of metrics
+    meeting: Rendezvous | None = None  # of several nodes
 
 
 def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
@@ -156,7 +161,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
     command, note = read_command(arguments["command"]), ""
     np, min_np, restarts = (arguments[name] for name in ("np", "min_np", "restarts"))
     problems = [*check_command(command), *wrong_flags(FLAGS, arguments)]
-    hosts = attempt(problems, lambda: _hosts(arguments)) or ()
+    hosts, meeting = attempt(problems, lambda: find_job_hosts(arguments, command)) or ((), None)
     workers = np or sum(host.slots for host in hosts)
     taken = attempt(problems, lambda: take_slots(hosts, workers)) if hosts else None
     problems += _check(arguments, workers if hosts else 0)
@@ -189,23 +194,7 @@ def read_launch(arguments: dict[str, Any], unknown: Sequence[str]) -> Launch:
         typed=shlex.join(["hvdtrain", *sys.argv[1:]]),
     )
     log_dir, follow = log_folder(arguments["log_dir"], config), not (config or arguments["log_dir"])
-    return Launch(plan, log_dir, config, follow, job_name(command, config), note, endpoint)
-
-
-def _hosts(arguments: dict[str, Any]) -> tuple[Host, ...]:
-    """Return the hosts of the flags or the site, else this machine. Raises UsageError."""
-    hosts, np = find_hosts(arguments), arguments["np"]
-    if hosts:
-        return hosts
-    if np is None:
-        raise UsageError("how many workers? Give -np N, or hosts by -H or --hostfile")
-    if around := Topology.from_environment().in_job_of_several:
-        raise UsageError(
-            f"{around}: this is one of several hosts or processes, and launch would start a job of "
-            "its own in each. Start it once, with all hosts by -H or --hostfile; for a job on this "
-            f"machine alone, add -H localhost:{np}"
-        )
-    return (Host("localhost", max(1, np), source="-np"),)
+    return Launch(plan, log_dir, config, follow, job_name(command, config), note, endpoint, meeting)
 
 
 def _check(arguments: dict[str, Any], workers: int) -> list[str]:
@@ -241,6 +230,11 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     launch = read_launch(arguments, problems)
     if arguments["dry_run"]:
         return _dry_run(launch)
+    if launch.meeting and launch.meeting.rank:
+        from hvdtrain.launcher.nodes.node import run_node  # only Linux has what it needs
+
+        limit_s = launch.plan.limits.start_timeout_s
+        return run_node(launch.meeting, limit_s, lambda line: say(f"hvdtrain launch: {line}"))
     metrics = MetricsServer(launch.endpoint, launch.plan.typed) if launch.endpoint else None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # workers' output may not fit its encoding
@@ -262,7 +256,7 @@ def _supervise(
     """Run a job to its end; show and return its outcome. `report` is called while workers run."""
     started_s = time.time()
     since_s = started_s if launch.config is None else time_at(launch.config.folder)
-    stop = StopRequests()
+    stop = StopRequests(many=launch.meeting is not None)
     view = make_view(launch.plan.workers, sys.stdout, logs.folder, plain, metrics)
     logs.show = view.line
 
@@ -277,7 +271,9 @@ def _supervise(
             view.notice(f"set {name}={value}: {SETTING_REASONS[name]}")
         if launch.note:
             view.notice(launch.note)
-        outcome = LaunchJob(launch.plan, logs, stop, view.notice, show).run()
+        with joined(launch.plan, launch.meeting, view.notice) as (plan, tell):
+            outcome = LaunchJob(plan, logs, stop, view.notice, show).run()
+            tell(outcome)
         _leave_summary(launch, outcome, started_s, since_s, view.notice)
     except Stopped as stopped:  # in the checks, or in a pause before a restart
         view.notice(str(stopped))
@@ -292,11 +288,15 @@ def _supervise(
 
 
 def _dry_run(launch: Launch) -> int:
+    if launch.meeting and launch.meeting.rank:
+        say(describe(launch.meeting))
+        return EXIT_OK
     plan = replace(launch.plan, hosts=take_slots(launch.plan.hosts, launch.plan.workers))
     say(shlex.join(job_argv(plan, SshSetup(plan.hosts, plan.ssh), "JOB")))
     reasons = [f"{name}={value}: {SETTING_REASONS[name]}" for name, value in plan.settings.items()]
+    meeting = describe(launch.meeting) if launch.meeting else None
     command = f"each worker runs: {shlex.join(plan.command)}"
-    for line in filter(None, (_controller(plan), *reasons, launch.note, command)):
+    for line in filter(None, (_controller(plan), *reasons, launch.note, meeting, command)):
         complain(line)
     return EXIT_OK
 
@@ -340,8 +340,10 @@ restarts.
     hvdtrain launch -np 2 -- evaluate runs/lenet-digits
     hvdtrain launch -np 2 -- verify
     hvdtrain launch -np 4 --detach -- train --model lenet
+    hvdtrain launch --nnodes 2 --node-rank R --rendezvous alpha:29500 -- train ...
 
 Hosts: -H or --hostfile, else those of Slurm or the MPI Operator, else this machine (-np required).
+Without SSH: --nnodes, with the same command on each host (R: 0, 1).
 """,
     FLAGS,
     run,

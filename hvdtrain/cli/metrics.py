@@ -1,6 +1,7 @@
 """The flags of `hvdtrain launch` that serve metrics and a status page."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def read_endpoint(arguments: dict[str, Any], problems: list[str]) -> Endpoint | 
         problems.append(
             f"--metrics-port={port}: {LIBRARY} is not installed: pip install 'hvdtrain[metrics]'"
         )
-    token = attempt(problems, lambda: _read_token(path)) if path else None
+    source = f"--metrics-token-file={path}"
+    token = attempt(problems, lambda: read_token(path.read_text, source)) if path else None
     endpoint = Endpoint(host or LOOPBACK, port, token)
     if not 0 <= port <= LARGEST_PORT:
         return None
@@ -69,16 +71,19 @@ def read_endpoint(arguments: dict[str, Any], problems: list[str]) -> Endpoint | 
     return endpoint
 
 
-def _read_token(path: Path) -> str:
-    """Return the token in a file. Raises UsageError for a file that holds none."""
+def read_token(read: Callable[[str], str], source: str) -> str:
+    """Return the token that `read` returns, given an encoding. Raises UsageError for another text.
+
+    `source`: the flag, with its file, or the variable.
+    """
     try:
-        token = path.read_text("ascii").strip()
+        token = read("ascii").strip()
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "holds other characters than ASCII"
-        raise UsageError(f"--metrics-token-file={path}: {reason}") from error
+        raise UsageError(f"{source}: {reason}") from error
     if len(token) < SHORTEST_TOKEN or not token.isprintable() or " " in token:
         raise UsageError(
-            f"--metrics-token-file={path}: must hold one word of {SHORTEST_TOKEN} characters or "
-            f"more, such as that of {A_TOKEN}"
+            f"{source}: must hold one word of {SHORTEST_TOKEN} characters or more, such as that of "
+            f"{A_TOKEN}"
         )
     return token

@@ -28,6 +28,14 @@ def addresses_of(name: str) -> list[str]:
     return sorted({str(address[0]) for *_, address in addrinfos})
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address, as it is written, means this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 LONGEST_NAME = 253  # characters of a host name (RFC 1035)
 LONGEST_LABEL = 63  # characters between its dots
 LONGEST_USER = 64

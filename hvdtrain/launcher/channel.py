@@ -36,12 +36,12 @@ def _boot_time_s() -> float:
 class Channel:
     """A listening socket for the agents of one job, and their connections."""
 
-    def __init__(self, address: str, token: str) -> None:
-        """Listen on `address`; 0.0.0.0 means all addresses of this machine."""
+    def __init__(self, address: str, token: str, port: int = 0) -> None:
+        """Listen on `address`; 0.0.0.0 means all addresses of this machine, 0 any free port."""
         self._token = token
         self.workers = 0  # how many agents may connect
         self.admitted: set[int] = set()  # the ranks whose agents have ever connected
-        self._listener = socket.create_server((address, 0), backlog=BACKLOG)
+        self._listener = socket.create_server((address, port), backlog=BACKLOG)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -134,11 +134,15 @@ class Channel:
                 return
             introduction = messages[0]
             rank = int(introduction.get("rank", -1))
-            proven = is_proof(introduction.get("proof"), self._token, "agent", challenge)
-            if not proven or rank in self._agents or not 0 <= rank < self.workers:
+            if not is_proof(introduction.get("proof"), self._token, "agent", challenge):
+                self.turn_away(connection.peer)
                 raise ConnectionLost("not an agent of this job")
             agent_challenge = str(introduction.get("challenge"))
-            connection.send({"proof": prove(self._token, "launcher", agent_challenge)})
+            answer = {"proof": prove(self._token, "launcher", agent_challenge)}
+            refusal = self.refusal(rank, introduction)
+            connection.send(answer | (refusal or {}))
+            if refusal:
+                raise ConnectionLost(refusal["refused"])
         except (ConnectionLost, TypeError, ValueError, OverflowError):
             self._drop(connection)
             return
@@ -147,6 +151,15 @@ class Channel:
         self._agents[rank] = connection
         self.admitted.add(rank)
         on_message(rank, {"hello": introduction})
+
+    def turn_away(self, address: str) -> None:
+        """Note that a peer which does not have the token was turned away."""
+
+    def refusal(self, rank: int, introduction: Message) -> Message | None:
+        """Return why a peer that has the token is not admitted (`Refused`); None if it is."""
+        if rank in self._agents or not 0 <= rank < self.workers:
+            return {"refused": "not an agent of this job"}
+        return None
 
     def _receive(self, connection: Connection, on_message: OnMessage, on_lost: OnLost) -> None:
         rank = next((r for r, agent in self._agents.items() if agent is connection), None)

@@ -40,6 +40,7 @@ class Host:
     slots: int = 1  # 1 to MOST_SLOTS
     user: str | None = None  # login name; None: as ssh is configured
     source: str = ""  # where it was read: "hosts:3", "-H", "SLURM_JOB_NODELIST"
+    node: int | None = None  # its rank in a job without SSH (hvdtrain/launcher/nodes)
 
     @property
     def address(self) -> str:

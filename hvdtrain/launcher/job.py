@@ -159,7 +159,8 @@ class LaunchJob:
             address = channel_address(hosts, plan.interface)
             channel = Channel(address, token)
             stack.callback(channel.close)
-            ticket = {"job": job, "ticket": self._orders(token, start).as_text()}
+            text = self._orders(token, start).as_text()
+            ticket = {"job": job, "ticket": text, "own_environment": bool(plan.ssh.hub)}
             stack.callback(remove_ticket, job)
             slots = slots_by_host(hosts, plan.workers)
             report = preflight(
@@ -202,14 +203,15 @@ class LaunchJob:
         withdraw([host for host in left if not is_local(host)], ssh, job)
 
     def _orders(self, token: str, start: int) -> Orders:
+        # `python` is the one that runs hvdtrain. On nodes, the probe adds their own environment.
+        here = {} if self._plan.ssh.hub else {**os.environ, "PATH": search_path(os.environ)}
         return Orders(
             token=token,
             command=self._plan.restarted if start else self._plan.command,
             folders=working_folders(),
             hostname=socket.gethostname(),
             environment={
-                **os.environ,
-                "PATH": search_path(os.environ),  # `python` is the one that runs hvdtrain
+                **here,
                 **self._plan.settings,
                 RESTART: str(start),
                 JOB: self._name,

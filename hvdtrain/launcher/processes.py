@@ -200,7 +200,11 @@ def raise_when_stopped() -> None:
 class StopRequests:
     """The signals received: recorded while workers run, else raised as Stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, many: bool = False) -> None:
+        """`many`: SIGTERM may come to several processes of the job, and is passed on by each: all
+        of them are one request.
+        """
+        self._is_one_sigterm = many or in_job()
         self.numbers: list[int] = []
         self._workers_run = False
         self._first_s = 0.0
@@ -219,7 +223,8 @@ class StopRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        repeated = now - self._first_s < TOGETHER_S or (number == signal.SIGTERM and in_job())
+        is_one = number == signal.SIGTERM and self._is_one_sigterm
+        repeated = is_one or now - self._first_s < TOGETHER_S
         if self.numbers and repeated:
             return
         self._first_s = self._first_s or now

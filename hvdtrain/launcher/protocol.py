@@ -41,6 +41,18 @@ class ConnectionLost(Exception):
     """The peer closed the connection, timed out, or sent an invalid message."""
 
 
+class Unproven(ConnectionLost):
+    """The peer has not proven that it has the token, or hung up at the proof of this side."""
+
+
+class Refused(ConnectionLost):
+    """The peer has the token, and does not admit this side."""
+
+    def __init__(self, reason: str, may_retry: bool) -> None:
+        super().__init__(reason)
+        self.may_retry = may_retry
+
+
 class Connection:
     """A socket that sends and receives messages."""
 
@@ -55,6 +67,14 @@ class Connection:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def peer(self) -> str:
+        """Return the address of the other side; empty once it is disconnected."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError:
+            return ""
 
     def is_silent(self, now: float) -> bool:
         """Return whether the other side is lost, by its silence; to be called all the time."""
@@ -105,7 +125,10 @@ class Connection:
 
 
 def connect(address: tuple[str, int], token: str, introduction: Message) -> Connection:
-    """Connect an agent to its launcher; raise ConnectionLost unless the peer has the token."""
+    """Connect an agent, or a node, to its launcher.
+
+    Raises ConnectionLost: Unproven unless both have the token, Refused if it is not admitted.
+    """
     try:
         sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
     except OSError as error:
@@ -116,12 +139,25 @@ def connect(address: tuple[str, int], token: str, introduction: Message) -> Conn
         agent_challenge = secrets.token_hex(16)
         proof = prove(token, "agent", challenge)
         connection.send(introduction | {"proof": proof, "challenge": agent_challenge})
-        if not is_proof(connection.receive_one().get("proof"), token, "launcher", agent_challenge):
-            raise ConnectionLost("the peer does not hold this job's token")
+        answer = _answer(connection)
+        if not is_proof(answer.get("proof"), token, "launcher", agent_challenge):
+            raise Unproven("the peer does not hold this job's token")
+        if "refused" in answer:
+            raise Refused(str(answer["refused"]), bool(answer.get("may_retry")))
     except ConnectionLost:
         connection.close()
         raise
     return connection
+
+
+def _answer(connection: Connection) -> Message:
+    """Return the answer to a proof. Raises Unproven if the peer hangs up instead."""
+    try:
+        return connection.receive_one()
+    except ConnectionLost as error:
+        if isinstance(error.__cause__, TimeoutError):
+            raise
+        raise Unproven(str(error)) from error
 
 
 def prove(token: str, side: str, challenge: str) -> str:

@@ -7,6 +7,7 @@ unknown host is refused). The generated configuration maps aliases to users and 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -17,10 +18,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdtrain.errors import every_problem, refuse
 from hvdtrain.files import hold
 from hvdtrain.horovod_build.runner.any_shell import for_any_shell
+from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.addresses import resolves_here
 from hvdtrain.launcher.horovodrun import find_mpirun
 from hvdtrain.launcher.hosts import Host
@@ -29,6 +32,7 @@ from hvdtrain.slurm import in_job
 
 PREFIX = "hvdtrain-ssh-"  # of folders that hold the configuration of one launcher
 ABANDONED_AFTER_S = 60.0
+LOCALHOST = "localhost"  # for horovodrun: the machine that it runs on
 _PLAIN_NAME = re.compile("[A-Za-z0-9.-]+")  # horovodrun also accepts _, Open MPI does not
 # Removes the option by which horovodrun disables the check of host keys.
 _KEEP_CHECKING = """\
@@ -52,6 +56,17 @@ ServerAliveCountMax 3
 """
 
 
+class HubAddress(NamedTuple):
+    """Where shells reach the hub of a job without SSH (hvdtrain/launcher/nodes)."""
+
+    host: str
+    port: int
+    secret: str
+    key: str  # of shells alone
+    nodes: int
+    on_one: bool  # all nodes may be on one machine, where this is tried out
+
+
 @dataclass(frozen=True)
 class SshOptions:
     """SSH options of the user: --ssh-port and --ssh-identity-file."""
@@ -59,6 +74,7 @@ class SshOptions:
     port: int | None = None
     identity_file: Path | None = None
     connect_timeout_s: int = 10
+    hub: HubAddress | None = None  # that runs commands on nodes instead
 
     def __post_init__(self) -> None:
         port, key = self.port, self.identity_file
@@ -84,7 +100,8 @@ class SshSetup:
         self._names: dict[str, str] = {}
         for number, host in enumerate(hosts, 1):
             taken = _is_plain(host) and host.name not in self._names.values()
-            self._names[host.address] = host.name if taken else f"hvdtrain-host-{number}"
+            alias = LOCALHOST if host.node == 0 else f"hvdtrain-host-{number}"
+            self._names[host.address] = host.name if taken else alias
 
     def __enter__(self) -> SshSetup:
         executable = in_job() or not all(map(is_local, self._hosts))
@@ -96,7 +113,7 @@ class SshSetup:
         hold(self._lock)
         self._lock.write(self._configuration())
         self._lock.flush()
-        self._write_program("ssh", self._ssh_command(), _KEEP_CHECKING)
+        self._write_program("ssh", self._ssh_command(), "" if self.options.hub else _KEEP_CHECKING)
         mpirun = find_mpirun()
         if mpirun and in_job():
             self._write_program("mpirun", [mpirun])
@@ -118,6 +135,8 @@ class SshSetup:
 
     def by_hand(self, host: Host) -> str:
         """Return the command to log in to the host by hand."""
+        if self.options.hub:
+            return f"on {host.address}:"
         return shlex.join(["ssh", *self._flags(self.options.identity_file), host.address])
 
     def _flags(self, identity_file: Path | None) -> list[str]:
@@ -131,6 +150,11 @@ class SshSetup:
         path.chmod(0o700)
 
     def _ssh_command(self) -> list[str]:
+        if self.options.hub:
+            ranks = {self.name_of(host): host.node for host in self._hosts}
+            settings = self.options.hub._asdict() | {"ranks": ranks}
+            (self.path / "hub").write_text(json.dumps(settings), "utf-8")  # in a private folder
+            return [*module_argv("hvdtrain.launcher.nodes.shell"), str(self.path / "hub")]
         real = shutil.which("ssh")
         if real is None:
             return ["/bin/sh", "-c", _NO_SSH]
@@ -164,6 +188,8 @@ def _remove_abandoned(parent: Path) -> None:
 
 def is_local(host: Host) -> bool:
     """Return whether horovodrun starts the host's workers on this machine, without ssh."""
+    if host.node is not None:
+        return host.node == 0
     return _is_own_user(host) and resolves_here(host.name)
 
 
@@ -173,6 +199,8 @@ def _is_own_user(host: Host) -> bool:
 
 
 def _is_plain(host: Host) -> bool:
-    """Return whether horovodrun accepts the host's name, and does not bypass ssh for it."""
+    """Return whether horovodrun accepts the host's name, and bypasses ssh only where it must."""
     bypasses = not _is_own_user(host) and resolves_here(host.name)
+    if host.node is not None:
+        bypasses = resolves_here(host.name) != (host.node == 0)
     return bool(_PLAIN_NAME.fullmatch(host.name)) and not bypasses

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hvdtrain.errors import EXIT_FAILED, EXIT_PREFLIGHT, name_ranks, shell_code
 from hvdtrain.horovod_build.runner.any_shell import SSH_ENDED
+from hvdtrain.launcher.nodes import NO_CONNECTION
 from hvdtrain.launcher.ranks import SUSPENDED_STATES, Limits, Rank
 from hvdtrain.pulse import ENDED, STOP_SIGNALS
 
@@ -222,6 +223,9 @@ def _explain_horovodrun(seen: Evidence) -> str:
     if ended and ended[-1] < len(seen.ranks):
         label = seen.ranks[ended[-1]].label
         text = f"the ssh connection that started {label} was lost (ssh's exit code 255)"
+        if missing := re.search(f"{NO_CONNECTION} .*", _reason(seen)):
+            cause = missing[0].removeprefix("hvdtrain: ")
+            return f"the host of {label} was lost: {cause}. {_horovodrun_output(seen)}"
     return f"{text}{_reason(seen)}. {_horovodrun_output(seen)}"
 
 

@@ -62,7 +62,7 @@ def preflight(
     hosts: Sequence[Host],
     ssh: SshSetup,
     channel_port: int,
-    ticket: Mapping[str, str] | None,
+    ticket: Mapping[str, Any] | None,
     timeout_s: float,
     channel_address: str = ANYWHERE,
     slots: Slots | None = None,
@@ -82,7 +82,8 @@ def preflight(
         "ticket": ticket,
     }
     with open_sessions(hosts, ssh) as sessions:
-        quick = _begin(sessions, request, timeout_s)
+        on_one = ssh.options.hub is not None and ssh.options.hub.on_one
+        quick = _begin(sessions, request, timeout_s, on_one)
     distant = {host: facts for host, facts in quick.facts.items() if not sessions[host].local}
     quick.interface, of_interface = checks.check_interface(distant, interfaces())
     quick.findings += of_interface
@@ -111,8 +112,13 @@ def first_address(hosts: Sequence[Host], facts: ByHost) -> str:
     return str(facts[others[0]].get("channel")["address"]) if others else LOOPBACK
 
 
-def _begin(sessions: Sessions, request: Mapping[str, Any], timeout_s: float) -> Examination:
-    """Send the first request to all hosts; return the facts, and the findings of the quick part."""
+def _begin(
+    sessions: Sessions, request: Mapping[str, Any], timeout_s: float, on_one: bool = False
+) -> Examination:
+    """Send the first request to all hosts; return the facts, and the findings of the quick part.
+
+    `on_one`: all hosts may be one machine.
+    """
     folders = working_folders()
     request = {
         "working_directory": folders,
@@ -132,7 +138,7 @@ def _begin(sessions: Sessions, request: Mapping[str, Any], timeout_s: float) -> 
     findings = [
         *failures,
         *checks.check_gathered(facts),
-        *checks.check_machines(facts, slots),
+        *([] if on_one else checks.check_machines(facts, slots)),
         *checks.check_names(facts, names),
         *checks.check_login_is_quiet(noise, silent=len(failures)),
         *checks.check_python(facts, here),

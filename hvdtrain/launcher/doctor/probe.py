@@ -22,7 +22,8 @@ from typing import Any
 from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.doctor.trainings import Trainings
-from hvdtrain.launcher.horovodrun import login_of
+from hvdtrain.launcher.horovodrun import login_of, search_path
+from hvdtrain.launcher.nodes import FIRST_NODE
 from hvdtrain.launcher.processes import marked, send_signal
 from hvdtrain.launcher.protocol import remove_ticket, write_ticket
 from hvdtrain.network import interface_of
@@ -37,7 +38,8 @@ Request = dict[str, Any]
 Answer = dict[str, Any]  # `values` and `errors`
 
 
-LOGIN = login_of(os.environ)  # before it becomes the environment of workers
+OWN = dict(os.environ)  # before it becomes the environment of workers
+LOGIN = login_of(OWN)
 
 
 def answer(request: Request) -> Answer:
@@ -63,10 +65,19 @@ def gather_facts(request: Request) -> Answer:
             channel = call_back(request)
             sources["channel"] = lambda: channel
             if channel["address"] and request.get("ticket"):
-                ticket = request["ticket"] | {"login": LOGIN}
+                ticket = with_environment(request["ticket"]) | {"login": LOGIN}
                 ticket["channel"] = [channel["address"], request["channel_port"]]
                 sources["ticket"] = lambda: str(write_ticket(ticket, os.environ))
         return gather(sources | {name: future.result for name, future in futures.items()})
+
+
+def with_environment(ticket: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ticket; in one of a node, whose workers have its own environment, with this."""
+    if not ticket.get("own_environment"):
+        return dict(ticket)
+    orders = json.loads(ticket["ticket"])
+    orders["environment"] = OWN | {"PATH": search_path(OWN)} | orders["environment"]
+    return {**ticket, "ticket": json.dumps(orders)}
 
 
 def call_back(request: Request) -> dict[str, Any]:
@@ -86,12 +97,15 @@ def call_back(request: Request) -> dict[str, Any]:
 
 
 def launcher_addresses(request: Request, environment: Mapping[str, str]) -> list[str]:
-    """Return the addresses to try, best first: the SSH client, then the launcher's interfaces."""
+    """Return the addresses to try, best first: the SSH client or first node, then the launcher's
+    interfaces.
+    """
     if request.get("channel_address"):  # it listens nowhere else
         return [str(request["channel_address"])]
     if request.get("local"):
         return ["127.0.0.1"]
-    client = environment.get("SSH_CONNECTION", "").removeprefix("::ffff:").split()[:1]
+    peer = environment.get(FIRST_NODE) or environment.get("SSH_CONNECTION", "")
+    client = peer.removeprefix("::ffff:").split()[:1]
     candidates = [
         *client,
         *(address for address in request["addresses"] if not address.startswith("127.")),

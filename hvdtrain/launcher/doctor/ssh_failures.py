@@ -15,6 +15,7 @@ from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.addresses import addresses_of
 from hvdtrain.launcher.doctor import Finding
 from hvdtrain.launcher.hosts import Host
+from hvdtrain.launcher.nodes import NO_CONNECTION
 from hvdtrain.launcher.processes import run_child
 from hvdtrain.launcher.ssh import SshSetup
 from hvdtrain.log import few
@@ -146,6 +147,8 @@ def explain(host: Host, by_hand: str, failure: NoAnswer, small_ones_pass: bool =
 def _cause(host: Host, by_hand: str, failure: NoAnswer) -> tuple[str, str, str]:
     """Return check, problem and fix."""
     python, code, last_words = sys.executable, failure.exit_code, failure.last_words
+    if missing := re.search(f"{NO_CONNECTION} (.*)", failure.stderr):
+        return "node", f"node rank {missing[1]}", "start the same command there again"
     if code == SSH_FAILED or "hvdtrain: there is no ssh" in failure.stderr:
         return "ssh", *_explain_ssh(host, by_hand, failure)
     if code is None:

@@ -188,6 +188,18 @@ def test_a_stop_is_no_error(tmp_path: Path, monkeypatch, capfd) -> None:
     assert "hvdtrain launch: stopped by SIGTERM\n" in output and "error" not in output + errors
 
 
+def test_sigterms_to_several_nodes_are_one() -> None:
+    """Fails when a cluster that signals each host of a job keeps its workers from saving."""
+    stop = StopRequests(many=True)
+    with stop.noted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop._first_s -= 60.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.numbers == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.numbers == [signal.SIGTERM, signal.SIGINT]
+
+
 def test_nohup_is_respected() -> None:
     """Fails when a launcher under nohup ends with its terminal."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
