@@ -273,7 +273,8 @@ def test_settings_are_passed_and_secrets_are_not(text_of: Print, form: str, monk
     )
     assert {"name": "NCCL_DEBUG", "value": "1e3 $$(HOME)"} in container["env"]
     assert "hidden-value" not in text
-    passed = "--network-interface eth1 --restarts 2 --metrics-port 0 --verbose -- train"
+    passed = "--network-interface eth1 --restarts 2 --metrics-port 0 --verbose"
+    passed += " --stop-within-s 110 -- train"
     assert passed in shlex.join(container["args"])
 
 
