@@ -50,7 +50,7 @@ class Storage:
     """The runs below an address."""
 
     def __init__(self, output: str) -> None:
-        """Raises UsageError without the library for the address, or for one of no storage."""
+        """Load the library for the address. Raises UsageError without it, or for another address."""
         self.output, protocol = output.rstrip("/"), output.partition(SCHEME)[0]
         local = {"auto_mkdir": True} if protocol in ("file", "local") else {}
         try:
