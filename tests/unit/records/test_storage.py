@@ -228,6 +228,10 @@ def test_bad_addresses(output: str) -> None:
     with pytest.raises(UsageError, match="neither a folder nor an address") as caught:
         RunConfig(output=output)
     assert "my-password" not in str(caught.value)
+    if "://" in output:
+        with pytest.raises(UsageError, match="neither a folder nor an address") as caught:
+            Storage(output)
+        assert "my-password" not in str(caught.value)
 
 
 def test_a_failed_upload_is_repeated(
