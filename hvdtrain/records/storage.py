@@ -14,7 +14,7 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
 
-from hvdtrain.config.fields import AUTO, SCHEME
+from hvdtrain.config.fields import AUTO, OUTPUT, SCHEME, is_output
 from hvdtrain.documents import parse_json, read_text
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.files import replace_file
@@ -50,7 +50,9 @@ class Storage:
     """The runs below an address."""
 
     def __init__(self, output: str) -> None:
-        """Raises UsageError without the library for the address, or for one of no storage."""
+        """Load the library for the address. Raises UsageError."""
+        if not is_output(output):
+            raise UsageError(f"the address of a run{OUTPUT.problem}")
         self.output, protocol = output.rstrip("/"), output.partition(SCHEME)[0]
         local = {"auto_mkdir": True} if protocol in ("file", "local") else {}
         try:

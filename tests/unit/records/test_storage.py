@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import fsspec
 import pytest
 import torch
 
+import hvdtrain
 from hvdtrain.config import RunConfig
 from hvdtrain.config.options import build_config
 from hvdtrain.errors import TrainingError, UsageError
@@ -226,6 +228,10 @@ def test_bad_addresses(output: str) -> None:
     with pytest.raises(UsageError, match="neither a folder nor an address") as caught:
         RunConfig(output=output)
     assert "my-password" not in str(caught.value)
+    if "://" in output:
+        with pytest.raises(UsageError, match="neither a folder nor an address") as caught:
+            Storage(output)
+        assert "my-password" not in str(caught.value)
 
 
 def test_a_failed_upload_is_repeated(
@@ -265,3 +271,30 @@ def test_a_folder_that_another_machine_mounts(tmp_path: Path) -> None:
     upload(tmp_path / "x", 2, 1, output=storage.output)
     storage.fetch(tmp_path / "back" / "x", nothing)
     assert names(tmp_path / "back" / "x") == ["step-00000002", "step-00000001"]
+
+
+def trained(output: str) -> tuple[bytes, int]:
+    """The weight that a script's loop ends with, and the steps that it made."""
+    model, steps = torch.nn.Linear(1, 1), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = [(torch.tensor([float(n)]), torch.tensor([2.0])) for n in range(8)]
+    options = {"max_steps": 3, "output": output, "experiment": "x", "log_interval": 1}
+    with hvdtrain.Loop(
+        model, optimizer, samples, global_batch_size=4, resume="auto", **options
+    ) as loop:
+        for step in loop:
+            for x, y in step.batches():
+                step.backward(mean=(model(x) - y).square().mean(), count=len(y))
+            step.update()
+            steps += 1
+    return model.weight.detach().numpy().tobytes(), steps
+
+
+def test_a_script_of_its_own(tmp_path: Path, script: None) -> None:
+    """Fails if a script's loop does not go on from an address: here the finished run, whose folder
+    is gone, is trained again, or ends with other weights.
+    """
+    first, steps = trained(f"file://{tmp_path}/far")
+    assert steps == 3
+    shutil.rmtree(tmp_path / "runs")
+    assert trained(f"file://{tmp_path}/far") == (first, 0)
