@@ -25,6 +25,7 @@ OPERATOR = """
 cd /etc/mpi-ssh
 ssh-keygen -q -t ecdsa -N '' -C '' -f id_rsa
 cp id_rsa.pub authorized_keys
+chgrp 1000 id_rsa
 chmod 640 id_rsa
 printf '%s\\n' "$@" > /etc/mpi/hostfile
 """
@@ -55,7 +56,7 @@ class Node:
         kinds = {volume["name"]: volume for volume in pod["volumes"]}
         for mount in container["volumeMounts"]:
             if "emptyDir" in kinds[mount["name"]]:
-                argv += ["--tmpfs", f"{mount['mountPath']}:exec,mode=1777"]
+                argv += ["--tmpfs", f"{mount['mountPath']}:exec,uid=1000,gid=1000,mode=1777"]
             else:
                 argv += ["--volume", f"{self.name}-{mount['name']}:{mount['mountPath']}:nocopy"]
         for volume in given:
@@ -66,11 +67,10 @@ class Node:
         return name
 
     def prepare(self, script: str, *words: str) -> None:
-        """Run a script as root with all volumes, which then belong to the pods' user (fsGroup)."""
+        """Run a script as root with all volumes; the claim belongs to the pods' user (fsGroup)."""
         mounts = [f"--volume={self.name}-{name}:{path}" for name, path in VOLUMES.items()]
-        owner = f"chown -R 1000:1000 {' '.join(VOLUMES.values())}"
         argv = ["run", "--rm", "--user=0", *mounts, "--entrypoint=/bin/sh", self.image]
-        must(docker(*argv, "-euc", f"{script}\n{owner}", "prepare", *words))
+        must(docker(*argv, "-euc", f"chown 1000:1000 /job\n{script}", "prepare", *words))
 
 
 @pytest.fixture
