@@ -93,7 +93,8 @@ LOOP_OPTIONS = "HVDTRAIN_OPTIONS"  # options of a script's loop that replace its
 
 
 def from_python(name: str, value: Any) -> Any:
-    """Return an option's value that is given in Python; text may be given as a path or an int.
+    """Return an option's value that is given in Python; text may be given as a path or an int,
+    a float as an int.
 
     Raises ValueError if it is of another type than the option.
     """
@@ -104,8 +105,10 @@ def from_python(name: str, value: Any) -> Any:
     accepted = (int, float) if option.type is float else option.type
     is_truth = isinstance(value, bool)
     fits = isinstance(value, accepted) and is_truth == (option.type is bool)
-    if fits or (value is None and option.optional):
-        return value
+    if fits:
+        return float(value) if option.type is float else value
+    if value is None and option.optional:
+        return None
     if value is None:
         raise ValueError(f"{name}=None: is not a value: leave it out, or give {option.default!r}")
     kind = type(value).__name__

@@ -191,8 +191,7 @@ def _prepare(
     exchange, script, topology = session.exchange, session.script, session.topology
     batch_size = resumed.global_batch_size or config.batch.resolve(exchange.size)
     source = find_source(config, exchange, topology.local_rank, script)
-    saved = resumed.state
-    if saved:
+    if saved := resumed.state:
         chooser = "hvdtrain.Loop" if script else "=".join(chosen_by(config, "data"))
         run_on_all(
             exchange, "same_data", lambda: refuse_changed_data(config, resumable, source, chooser)

@@ -101,7 +101,7 @@ def assert_finished(pods: list[str], launcher: str) -> None:
     assert (set(codes), FINISHED in output) == ({"0"}, True), output
 
 
-@pytest.mark.parametrize("flags", ["-np 2"])
+@pytest.mark.parametrize("flags", ["-np 2", "--nnodes 2"])
 def test_an_indexed_job_trains(node: Node, flags: str) -> None:
     """Fails when the pods of a Job do not find one another, or need more than they have."""
     spec = printed("job", flags)[-1]["spec"]

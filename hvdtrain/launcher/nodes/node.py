@@ -92,7 +92,7 @@ class NodeCommand:
                 self._send(**{name: data.decode(CODING)})
 
 
-class Node:
+class JoinedNode:
     """A node, until the job is over."""
 
     def __init__(
@@ -219,4 +219,4 @@ class Node:
 
 def run_node(rendezvous: Rendezvous, limit_s: float, notify: Callable[[str], None]) -> int:
     """Run this node until the job is over; return the exit code of the job."""
-    return Node(rendezvous, limit_s, notify).run()
+    return JoinedNode(rendezvous, limit_s, notify).run()

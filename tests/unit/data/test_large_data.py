@@ -65,6 +65,7 @@ def train(folder: Path, samples: int, *flags: str) -> tuple[int, float]:
     """Train the task on so many samples; return peak memory (kB) and seconds."""
     (folder / "mine.py").write_text(TASK)
     arguments = ["--task=mine:Line", "--global-batch-size=64", "--experiment=run", *flags]
+    arguments += ["--eval-batch-size=100"]  # to tell them from those of training
     variables = {"SAMPLES": str(samples)}
     done = commands.run_code(MEASURED, folder, "train", *arguments, variables=variables)
     assert done.returncode == 0, done.stdout + done.stderr

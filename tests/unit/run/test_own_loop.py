@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "option of the script": ((MODEL, OPTIMIZER, SAMPLES), {"opt": "sgd"}, "unknown option 'opt'"),
     "type": ((MODEL, OPTIMIZER, SAMPLES), {"epochs": "3"}, "epochs='3': expected int, not str"),
     "truth": ((MODEL, OPTIMIZER, SAMPLES), {"epochs": True}, "epochs=True: expected int, not bool"),
-    "value": ((MODEL, OPTIMIZER, SAMPLES), {"clip_grad": -1}, "clip_grad=-1: must be above 0"),
+    "value": ((MODEL, OPTIMIZER, SAMPLES), {"clip_grad": -1}, "clip_grad=-1.0: must be above 0"),
     "evaluate": ((MODEL, OPTIMIZER, SAMPLES, SAMPLES), {}, "give `valid` and `evaluate` together"),
     "model": ((4, OPTIMIZER, SAMPLES), {}, "a model is a int, not a torch module"),
     "optimizer": ((MODEL, 3, SAMPLES), {}, "an optimizer is a int, not one of torch"),
