@@ -72,8 +72,8 @@ COMMENTS = {  # by kind of object and key
     "": {
         "sidecar.istio.io/inject": "A proxy in the pod would stand between workers, and keep the "
         "pod from completing.",
-        "terminationGracePeriodSeconds": "After SIGTERM (a drain, kubectl delete) workers save "
-        "within --stop-within-s.",
+        "terminationGracePeriodSeconds": "After SIGTERM (a drain, kubectl delete) to the "
+        "launcher, workers save within --stop-within-s.\nA worker's pod of an MPIJob ends at once.",
         "automountServiceAccountToken": "Nothing in the pod uses the cluster's API.",
         "runAsUser": "On OpenShift remove these three: each project has a uid of its own, with "
         "group 0.",
@@ -95,6 +95,8 @@ COMMENTS = {  # by kind of object and key
         "podFailurePolicy": "Not counted: disruptions (a drain, preemption), and ends after "
         "SIGTERM, which saves (143).\nNot started again: a mistake in flags or configuration (2), "
         "a wrong gradient or result (17).",
+        "successPolicy": "The end of pod 0, with the launcher, is that of the job: with --min-np "
+        "others may be lost.",
         "args": "No `command`: the image's entry point (tini) stays process 1.",
     },
     "MPIJob": {

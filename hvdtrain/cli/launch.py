@@ -271,7 +271,7 @@ def _supervise(
             view.notice(f"set {name}={value}: {SETTING_REASONS[name]}")
         if launch.note:
             view.notice(launch.note)
-        with joined(launch.plan, launch.meeting, view.notice) as (plan, tell):
+        with joined(launch.plan, launch.meeting, view.notice, stop.noted) as (plan, tell):
             outcome = LaunchJob(plan, logs, stop, view.notice, show).run()
             tell(outcome)
         _leave_summary(launch, outcome, started_s, since_s, view.notice)

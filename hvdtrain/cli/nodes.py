@@ -157,7 +157,7 @@ def _values(arguments: dict[str, Any], environment: Mapping[str, str]) -> dict[s
         if _given(arguments, name):
             values[name] = Value(str(arguments[name.lstrip("-").replace("-", "_")]), name)
     if (address := arguments["rendezvous"]) is not None:
-        host, _, port = address.rpartition(":")
+        host, _, port = address.rpartition(":") if ":" in address else (address, "", "")
         values |= {"host": Value(host, "--rendezvous"), "port": Value(port, "--rendezvous")}
     return values
 
@@ -216,6 +216,8 @@ def _slots(np: int | None, nodes: int, values: dict[str, Value]) -> int:
                 f"-np {np}: cannot be divided by {nodes} nodes; give --nproc-per-node N"
             )
         return np // nodes
+    if text == "gpu" and not gpus:
+        raise UsageError(f"{source}=gpu: this host has no NVIDIA GPU; use auto, cpu or a number")
     if text in ("", "gpu", "auto", "cpu"):
         cores = usable_cores() if text in ("auto", "cpu") else 1
         return gpus if gpus and text != "cpu" else cores

@@ -172,11 +172,14 @@ class Channel:
             on_lost(rank)
             return
         for message in messages:
-            on_message(rank, message)
+            if "hello" not in message:  # which is of a new connection alone
+                on_message(rank, message)
 
     def _dismiss(self, agent: Connection) -> None:
         """Let an agent that is suspended, or cut off, end its worker at once when it goes on."""
-        if select.select([], [agent], [], 0)[1]:
+        poller = select.poll()  # select() takes no descriptor above 1023
+        poller.register(agent, select.POLLOUT)
+        if poller.poll(0):
             with contextlib.suppress(ConnectionLost):
                 agent.send({"kill": True})
                 agent.send({"leave": True})

@@ -100,6 +100,7 @@ def indexed_job(job: PodJob) -> list[Object]:
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimit": RETRIES * job.nodes,
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
         "podFailurePolicy": {"rules": _failure_rules()},
         "template": {"metadata": POD_METADATA, "spec": pod},
     }

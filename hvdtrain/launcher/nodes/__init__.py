@@ -12,8 +12,10 @@ node     the other nodes' end
 shell    the program that stands for ssh at node rank 0
 """
 
+import hashlib
 import os
 import secrets
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ SECRET = "HVDTRAIN_RENDEZVOUS_SECRET"  # environment variable
 # Environment variable of what a node runs: the address by which it reaches node rank 0.
 FIRST_NODE = "HVDTRAIN_FIRST_NODE"
 NO_CONNECTION = "hvdtrain: node rank"  # what a shell's line on a missing node begins with
+MOST_SHOWN = 300  # characters of a command
 CODING = "latin-1"  # of bytes within a message
 
 
@@ -64,5 +67,11 @@ class Rendezvous:
             "hvdtrain": __version__,
             "--nnodes": self.nodes,
             "workers of each node (--nproc-per-node)": self.slots,
-            "command": [*self.command],
+            "command": _shortened(shlex.join(self.command)),
         }
+
+
+def _shortened(text: str) -> str:
+    """Return a long text as its beginning and a digest of all of it: greetings have a limit."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... (sha256 {digest})"

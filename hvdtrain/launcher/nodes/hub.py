@@ -9,8 +9,9 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,20 +31,29 @@ from hvdtrain.pulse import STOP_SIGNALS
 
 TICK_S = 0.1
 TWICE_S = LOST_AFTER_S + 2.0  # after which a connection that is still there is no lost one
+ANSWERS = ("output", "errors", "ended")  # of a node to a shell
 OVER_S = 1.0  # for nodes to read that the job is over
+
+Context = Callable[[], AbstractContextManager[None]]
 
 
 class Hub(Channel):
     """Connections of the other nodes, by rank, and of shells, by their numbers above."""
 
-    def __init__(self, rendezvous: Rendezvous, interface: str | None) -> None:
-        """Listen at the rendezvous. Raises PreflightError."""
+    def __init__(
+        self, rendezvous: Rendezvous, interface: str | None, undisturbed: Context = nullcontext
+    ) -> None:
+        """Listen at the rendezvous. `undisturbed`: a context in which a signal raises nothing.
+
+        Raises PreflightError.
+        """
+        self._undisturbed = undisturbed
         self._job, self._shells = rendezvous, dict[int, int]()  # node by shell
         self.names: dict[int, str] = {}  # of the machines of nodes that have ever joined
         self.turned_away: dict[str, None] = {}  # addresses, in order
         self.problem = ""  # why the nodes do not make a job
         self._key = secrets.token_hex(32)
-        self._twice_s: dict[int, float] = {}
+        self._twice_s: dict[int, tuple[float, float]] = {}  # first and last try, by rank
         self._over = threading.Event()
         self.ending: Message = {"over": EXIT_FAILED, "text": ""}
         self._own = _listening_address(rendezvous, interface)
@@ -67,7 +77,7 @@ class Hub(Channel):
     @property
     def missing(self) -> list[int]:
         """Return the ranks of nodes that are not connected."""
-        return [rank for rank in range(1, self._job.nodes) if rank not in self.connected]
+        return sorted({*range(1, self._job.nodes)}.difference(self.connected))
 
     def refusal(self, rank: int, introduction: Message) -> Message | None:
         """Return why a node does not belong to this job, or is not alone with its rank."""
@@ -89,9 +99,12 @@ class Hub(Channel):
             self.problem = f"{host} has node rank {rank} too; give each node a rank of its own"
             return {"refused": self.problem}
         if rank in self.connected:  # started again, perhaps, before the loss was noticed
-            first_s = self._twice_s.setdefault(rank, time.monotonic())
+            now = time.monotonic()
+            first_s, last_s = self._twice_s.get(rank, (now, now))
+            first_s = first_s if now - last_s < TWICE_S else now  # it had given up
+            self._twice_s[rank] = first_s, now
             again = f"{self.names[rank]} and {host} have node rank {rank}"
-            is_lost = time.monotonic() - first_s < TWICE_S
+            is_lost = now - first_s < TWICE_S
             self.problem = self.problem if is_lost else f"both {again}; give each one of its own"
             return {"refused": f"both {again}", "may_retry": is_lost}
         return None
@@ -119,8 +132,8 @@ class Hub(Channel):
                     self._lose_command(rank, f"{NO_CONNECTION} {node} is not connected")
             case {"input": text} if is_shell:
                 self.send({"input": text, "of": rank}, self._shells[rank])
-            case {"to": int(shell), **answer} if not is_shell:
-                self.send(answer, shell)
+            case {"to": int(shell), **answer} if self._shells.get(shell) == rank:
+                self.send({name: answer[name] for name in ANSWERS if name in answer}, shell)
             case {"stop": int(number)} if not is_shell and number in STOP_SIGNALS:
                 os.kill(os.getpid(), number)
 
@@ -163,10 +176,10 @@ class Hub(Channel):
     def hosts(self) -> tuple[Host, ...]:
         """Return the nodes as hosts, by the names of their machines where these are unique."""
         names = {0: socket.gethostname(), **self.names}
-        taken = list(names.values())
+        count = Counter(names.values())
         return tuple(
             Host(
-                name if taken.count(name) == 1 and not name_problem(name) else f"node-rank-{rank}",
+                name if count[name] == 1 and not name_problem(name) else f"node-rank-{rank}",
                 self._job.slots,
                 source="--nnodes",
                 node=rank,
@@ -187,27 +200,31 @@ class Hub(Channel):
         if error:
             stopped = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
             self.ending = {"over": getattr(error, "exit_code", stopped), "text": str(error)}
-        self.send(self.ending)
-        deadline = time.monotonic() + OVER_S
-        while len(self.missing) < self._job.nodes - 1 and time.monotonic() < deadline:
-            time.sleep(TICK_S)
-        self._over.set()
-        self._thread.join()
-        self.close()
+        with self._undisturbed():  # all nodes are to end with one code
+            self.send(self.ending)
+            deadline = time.monotonic() + OVER_S
+            while len(self.missing) < self._job.nodes - 1 and time.monotonic() < deadline:
+                time.sleep(TICK_S)
+            self._over.set()
+            self._thread.join()
+            self.close()
 
 
 @contextmanager
 def joined(
-    plan: JobPlan, meeting: Rendezvous | None, notify: Callable[[str], None]
+    plan: JobPlan,
+    meeting: Rendezvous | None,
+    notify: Callable[[str], None],
+    undisturbed: Context,
 ) -> Iterator[tuple[JobPlan, Callable[[JobOutcome], None]]]:
     """Yield the plan with the nodes that have joined as its hosts, and a function that takes the
     outcome for them, which they learn at the end of the context. Without a meeting, yield `plan`.
     """
+    os.environ.pop(SECRET, None)  # not for what is started here
     if meeting is None:
         yield plan, lambda outcome: None
         return
-    os.environ.pop(SECRET, None)  # not for what is started here
-    with Hub(meeting, plan.interface) as hub:
+    with Hub(meeting, plan.interface, undisturbed) as hub:
         hub.wait_for_all(plan.limits.start_timeout_s, notify)
         yield replace(plan, hosts=hub.hosts, ssh=replace(plan.ssh, hub=hub.address)), hub.conclude
 

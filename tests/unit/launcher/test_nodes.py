@@ -93,7 +93,7 @@ def test_nodes_of_one_name_have_others() -> None:
     [
         ({"nodes": 4}, "--nnodes: 4, and 3 on node rank 0"),
         ({"slots": 1}, r"\(--nproc-per-node\): 1, and 2 on node rank 0"),
-        ({"command": ("bench",)}, r"command: \['bench'\], and \['train'\] on node rank 0"),
+        ({"command": ("bench",)}, r"command: 'bench', and 'train' on node rank 0"),
     ],
 )
 def test_a_node_of_another_job_is_refused_on_both_sides(
@@ -148,7 +148,29 @@ def test_who_has_the_secret_alone_runs_nothing(hub: Hub) -> None:
     node = join(hub)
     with pytest.raises(Refused, match="there is no node rank 9"):
         connect(("127.0.0.1", hub.port), TOKEN, {"rank": 9, "node": 1, "key": "guess"})
-    node.close()
+    other = join(hub, 2)
+    node.send({"hello": 5})
+    node.send({"to": 2, "start": 2, "command": "true"})
+    node.send({"to": 2, "over": 0})
+    hub.send(expected := {"over": 7}, 2)  # by the hub itself
+    messages: list[Message] = []
+    wait_until(lambda: messages.extend(other.receive()) or expected in messages)
+    assert [message for message in messages if "alive" not in message] == [expected]
+    for connection in (node, other):
+        connection.close()
+
+
+def test_a_long_command_is_compared_as_a_whole(hub: Hub) -> None:
+    """Fails if a greeting with it is too long, or a difference behind what is shown is not seen."""
+    names = tuple(f"image-{number}.jpg" for number in range(20_000))
+    assert join_with(("predict", *names)) == join_with(("predict", *names))
+    assert join_with(("predict", *names)) != join_with(("predict", *names[:-1], "other.jpg"))
+    with pytest.raises(Refused, match=r"command: 'predict image-0.jpg .*\.\.\. \(sha256 "):
+        join(hub, command=("predict", *names))
+
+
+def join_with(command: tuple[str, ...]) -> Message:
+    return Rendezvous(3, 1, "a", 1, TOKEN, 2, command).job
 
 
 def serve(node: Connection) -> None:
