@@ -98,7 +98,7 @@ def test_a_plain_launch_is_never_a_node(flags: str, environment: dict[str, str])
         (f"{FLAGS} --node-rank=3", {}, "--node-rank=3: must be a whole number from 0 to 2"),
         (FLAGS, {"JOB_COMPLETION_INDEX": "x"}, "JOB_COMPLETION_INDEX=x: must be a whole number"),
         ("--nnodes=3 --node-rank=0", {}, "--rendezvous: is missing"),
-        ("--nnodes=3 --node-rank=0 --rendezvous=a", {}, "--rendezvous=: the name of a host"),
+        ("--nnodes=3 --node-rank=0 --rendezvous=a", {}, "--rendezvous: must end with a port"),
         ("--nnodes=3 --node-rank=0 --rendezvous=a:0", {}, "with a port from 1 to 65535"),
         ("--nnodes=3 --node-rank=0 --rendezvous=[::1]:9", {}, "not an IPv4 address"),
         ("--node-rank=0 --rendezvous=a:1", {}, "--nnodes: is missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import threading
 import time
@@ -149,6 +150,7 @@ def test_who_has_the_secret_alone_runs_nothing(hub: Hub) -> None:
     with pytest.raises(Refused, match="there is no node rank 9"):
         connect(("127.0.0.1", hub.port), TOKEN, {"rank": 9, "node": 1, "key": "guess"})
     other = join(hub, 2)
+    wait_until(lambda: not hub.missing)
     node.send({"hello": 5})
     node.send({"to": 2, "start": 2, "command": "true"})
     node.send({"to": 2, "over": 0})
@@ -178,7 +180,8 @@ def serve(node: Connection) -> None:
     commands: dict[int, NodeCommand] = {}
     while True:
         try:
-            messages = node.receive()
+            node.send({"alive": True})
+            messages = node.receive() if select.select([node], [], [], 1.0)[0] else []
         except ConnectionLost:
             node.close()
             return
