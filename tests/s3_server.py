@@ -26,13 +26,14 @@ class S3Server:
         self.changes: list[tuple[str, str]] = []  # method and path, in order
         self.held = ""  # uploads of paths with this in them wait, until it is empty
         self.refused = ""  # uploads of paths with this in them are answered by 403
+        self.lists_nothing = False  # whether lists of the bucket are answered by 403
         self.holds = threading.Event()  # set once one waits
         self._released = threading.Event()
 
     def before(self, method: str, path: str) -> bool:
         """Note a request, hold it back if that is wanted, and return whether it is allowed."""
         if method not in ("PUT", "DELETE"):
-            return True
+            return not (self.lists_nothing and path.strip("/") == BUCKET)
         self.changes.append((method, path.removeprefix(f"/{BUCKET}/")))
         if self.held and self.held in path:
             self.holds.set()

@@ -11,6 +11,7 @@ from pathlib import Path
 from hvdtrain.cli import COMMANDS
 from hvdtrain.cli.flags import read_train_flags
 from hvdtrain.config import TrainConfig
+from hvdtrain.config.fields import SCHEME
 from hvdtrain.errors import UsageError, attempt, closest
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.horovodrun import search_path
@@ -127,12 +128,16 @@ def worker_commands(
     first, flags = [*entry_point, *command], command[1:]
     if config is None:
         return first, first
-    # The global batch stays on any number of workers; a run to resume has its own.
-    resumes = config.run.resume is not None and (config.folder / CONFIG).exists()
+    # The global batch stays on any number of workers; a run to resume, perhaps from storage, has
+    # its own.
+    in_storage = SCHEME in config.run.output
+    resumes = config.run.resume is not None and (in_storage or (config.folder / CONFIG).exists())
     if config.batch.batch_size is not None and not resumes:
         batch = str(config.batch.resolve(workers))
         flags = [*_without(flags, BATCH_FLAGS), "--global-batch-size", batch]
-    return first, [*entry_point, "train", *flags, "--resume", "auto"]
+    # In storage another run may have the name: a restart looks there for the run of its job.
+    resume = () if in_storage else ("--resume", "auto")
+    return first, [*entry_point, "train", *flags, *resume]
 
 
 def _without(flags: list[str], names: Sequence[str]) -> list[str]:

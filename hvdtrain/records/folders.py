@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hvdtrain.documents import lines_of, read_json, read_text
+from hvdtrain.documents import lines_of, parse_json, read_json, read_text
 from hvdtrain.errors import UsageError
 from hvdtrain.files import candidates, open_to_read
 
@@ -48,6 +48,20 @@ def folder_of_job(folder: Path, job: str) -> Path | None:
             if pattern.fullmatch(path.name) and read_text(path / JOB_FILE).split() == [job]:
                 return path
     return None
+
+
+def run_id_of(folder: Path) -> str:
+    """Return the id of the run in a folder, from its lock or a checkpoint; empty without one."""
+    with suppress(OSError, ValueError):
+        if run_id := read_text(folder / LOCK).strip():
+            return run_id
+    checkpoints = folder / CHECKPOINTS
+    if not checkpoints.is_symlink():  # where other runs may have theirs
+        for path in sorted(checkpoints.glob("step-*/manifest.json"), reverse=True):
+            with suppress(OSError, ValueError):
+                if saved_by := parse_json(read_text(path)).get("run"):
+                    return str(saved_by)
+    return ""
 
 
 def numbering(folder: Path, path: Path) -> str:

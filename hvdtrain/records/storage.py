@@ -4,9 +4,7 @@ It has the files of the run's folder. The manifest of a checkpoint is uploaded l
 first, so that a checkpoint without one is none: it was cut off.
 """
 
-import os
 import re
-import secrets
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -14,9 +12,9 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
 
-from hvdtrain.config.fields import AUTO, OUTPUT, SCHEME, is_output
-from hvdtrain.documents import parse_json, read_text
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.config.fields import SCHEME
+from hvdtrain.documents import parse_json, read_json
+from hvdtrain.errors import UsageError
 from hvdtrain.files import replace_file
 from hvdtrain.log import say
 from hvdtrain.records.folders import (
@@ -29,67 +27,21 @@ from hvdtrain.records.folders import (
     METRICS,
     SUMMARY,
     TRACE,
-    folder_of_job,
     is_locked,
+    run_id_of,
 )
+from hvdtrain.records.stored_files import StorageFailure, StoredFiles, translated
 
+RUN_FILE = ".run"  # the id of the run that has the name
 MANIFEST = "manifest.json"
 # Uploaded before a checkpoint, which is not to be there without them.
 RECORDS = (JOB_FILE, METRICS, AUDITS, TRACE, EVALUATION, "mlflow.json", "wandb.json")
 NAME = re.compile(r"step-[0-9]{8,}")
 POINTERS = ("best", "last")
-SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION", re.IGNORECASE)
-SHORTEST_SECRET = 8
 
 
-class StorageFailure(HvdtrainError):
-    """A read or write of the storage that failed."""
-
-
-class Storage:
+class Storage(StoredFiles):
     """The runs below an address."""
-
-    def __init__(self, output: str) -> None:
-        """Load the library for the address. Raises UsageError."""
-        if not is_output(output):
-            raise UsageError(f"the address of a run{OUTPUT.problem}")
-        self.output, protocol = output.rstrip("/"), output.partition(SCHEME)[0]
-        local = {"auto_mkdir": True} if protocol in ("file", "local") else {}
-        try:
-            import fsspec
-
-            if protocol == "memory":
-                raise ValueError("memory is not shared between processes")
-            self._fs, self._root = fsspec.url_to_fs(self.output, **local)
-        except ImportError as error:
-            raise UsageError(
-                f"{output}: {protocol}:// needs a library: {error}. For s3:// run `pip "
-                "install 'hvdtrain[storage]'`; for gs:// install gcsfs as well, for az:// adlfs"
-            ) from error
-        except Exception as error:  # of the address, or of what the library reads at its start
-            raise UsageError(f"{output}: cannot be used: {_reason(error)}") from error
-
-    def probe(self) -> None:
-        """Write, read and remove a small object. Raises UsageError if that fails."""
-        path, content = f"{self._root}/.hvdtrain-{secrets.token_hex(8)}", secrets.token_bytes(16)
-        try:
-            with _translated():
-                self._fs.pipe_file(path, content)
-                if self._fs.cat_file(path) != content:
-                    raise StorageFailure("what was written is not what is read")
-                self._fs.rm_file(path)
-        except StorageFailure as error:
-            raise UsageError(
-                f"--output={self.output}: a trial to write, read and remove a small object there "
-                f"failed: {error}. Is the bucket there, and may these credentials do all three?"
-            ) from error
-
-    def names(self) -> set[str]:
-        """Return the names of all runs, complete or not. Raises StorageFailure."""
-        with _translated(), suppress(FileNotFoundError):
-            self._fs.invalidate_cache()
-            return {path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, False)}
-        return set()
 
     def run_of_job(self, name: str, job: str) -> str | None:
         """Return the name, `name` or a numbered one, of the run that a job has begun, or None."""
@@ -99,28 +51,48 @@ class Storage:
                 return run
         return None
 
+    def claim(self, run: str, run_id: str, takes_over: bool = False) -> None:
+        """Record whose name this is. Raises StorageFailure if it is another run's.
+
+        `takes_over`: it may be that of a run that has no checkpoint there.
+        """
+        if (marked := self._marked(run)) == run_id:
+            return
+        if (marked or self._saved_by(run)) not in ("", run_id):
+            if not takes_over or self._complete(self._checkpoints(run)):
+                raise StorageFailure(f"another run has the name {run} there")
+            self._remove(f"{run}/{JOB_FILE}")
+        self.write(f"{run}/{RUN_FILE}", f"{run_id}\n".encode())
+
     def fetch(self, folder: Path, beat: Callable[[], object]) -> None:
         """Download the newest good checkpoint of a run, the best one and the records, unless the
-        folder here has a checkpoint as new, or a live job. `beat`: called as parts arrive.
+        folder here has a good checkpoint as new, or a live job. `beat`: called as parts arrive.
 
-        Damaged checkpoints are skipped, with a notice. Raises UsageError if there are only those,
-        or if the folder has another run; and StorageFailure.
+        Damaged checkpoints, and those of other runs, are skipped, with a notice. Raises UsageError
+        if there are only those, or if the folder has another run; StorageFailure; and OSError.
         """
         from hvdtrain.train.checkpoint import Checkpoints, step_of  # imports torch
 
-        run, here = folder.name, Checkpoints(folder / CHECKPOINTS, keep=1).complete()
-        since = step_of(here[0].name) if here else -1
-        stored = self._complete(self._checkpoints(run))
-        newer = [name for name in stored if step_of(name) > since]
-        if not newer or ((folder / LOCK).exists() and is_locked(folder)):
+        if (folder / LOCK).exists() and is_locked(folder):
             return
-        if here:
-            self._refuse_another_run(folder, newer[0])
+        run, here = folder.name, Checkpoints(folder / CHECKPOINTS, keep=1).complete()
+        run_id = self._marked(run) or self._saved_by(run)
+        if here and run_id and run_id_of(folder) not in ("", run_id):
+            raise UsageError(
+                f"--resume: {self.output}/{run} is another run than {folder}, from which it would "
+                "be copied: move one of them away, or choose another --experiment"
+            )
+        stored = self._complete(self._checkpoints(run))
+        good = next(filter(_is_good, here), None) if stored else None
+        since = step_of(good.name) if good else -1
+        newer = [name for name in stored if step_of(name) > since]
+        if not newer:
+            return
         say(f"resume: {self.output}/{run} has a newer checkpoint than {folder}: downloading")
         self._fetch_records(folder, beat)
-        last = next((name for name in newer if self._fetch_checkpoint(folder, name, beat)), "")
-        if last != newer[0]:  # whose end the summary may describe
-            (folder / SUMMARY).unlink(missing_ok=True)
+        fetched = (name for name in newer if self._fetch_checkpoint(folder, name, run_id, beat))
+        last = next(fetched, "")
+        _keep_summary_of(folder, step_of(last) if last else since)
         if not last and not here:
             raise UsageError(
                 f"--resume: no checkpoint in {self.output}/{run} can be read. Restore one, or "
@@ -128,10 +100,8 @@ class Storage:
             )
         best = self._pointed(run, "best")
         if best in stored and not (folder / CHECKPOINTS / best).exists():
-            self._fetch_checkpoint(folder, best, beat)
-        for pointer, name in zip(POINTERS, (best, last), strict=True):
-            if name and (folder / CHECKPOINTS / name).is_dir():
-                replace_file(folder / CHECKPOINTS / pointer, [name, "\n"])
+            self._fetch_checkpoint(folder, best, run_id, beat)
+        _point(folder / CHECKPOINTS, best, last)
         if not here:  # of a run that died without a checkpoint, or of none
             (folder / LOCK).unlink(missing_ok=True)
 
@@ -139,12 +109,15 @@ class Storage:
         self, folder: Path, keep: int, last: str, best: str, new: Collection[str], summary: bytes
     ) -> None:
         """Upload the records of a run and the checkpoints `last` and `best`, if these names are not
-        empty, and remove all others but the newest, as many as to `keep`. Raises StorageFailure.
+        empty, and remove all others but the newest, as many as to `keep`. Raises StorageFailure,
+        also if another run has the name there.
 
         `new`: those to upload even if their manifests are there, as the files may be damaged.
         `summary`: of the run when `last` was its last checkpoint, or an earlier one was; or empty.
         """
-        with _translated():
+        if run_id := run_id_of(folder):
+            self.claim(folder.name, run_id)
+        with translated():
             config = (folder / CONFIG).read_bytes()
             for name in RECORDS:
                 if (folder / name).is_file():
@@ -153,11 +126,11 @@ class Storage:
             self._put_checkpoint(folder, name, name in new)
         for pointer, name in zip(POINTERS, (best, last), strict=True):
             if name:
-                self._write(f"{folder.name}/{CHECKPOINTS}/{pointer}", f"{name}\n".encode())
+                self.write(f"{folder.name}/{CHECKPOINTS}/{pointer}", f"{name}\n".encode())
         # The configuration last: with a new length, an old summary would be that of its end.
         for name, content in ((SUMMARY, summary), (CONFIG, config)):
             if content:
-                self._write(f"{folder.name}/{name}", content)
+                self.write(f"{folder.name}/{name}", content)
         stored = self._checkpoints(folder.name) if last else {}
         kept = {*self._complete(stored)[:keep], last, best}
         for name in stored.keys() - kept:
@@ -166,32 +139,52 @@ class Storage:
 
     def _put_checkpoint(self, folder: Path, name: str, is_new: bool) -> None:
         source, target = folder / CHECKPOINTS / name, f"{folder.name}/{CHECKPOINTS}/{name}"
-        with _translated():
+        with translated():
             manifest = (source / MANIFEST).read_bytes()
         stored = self._read(f"{target}/{MANIFEST}")
         if stored == manifest and not is_new:
             return
         if stored is not None:  # a step that a resumed run has saved again
             self._remove(f"{target}/{MANIFEST}")
-        with _translated():
+        with translated():
             for path in source.iterdir():
                 if path.name != MANIFEST:
                     self._fs.put_file(str(path), f"{self._root}/{target}/{path.name}")
-        self._write(f"{target}/{MANIFEST}", manifest)
+        self.write(f"{target}/{MANIFEST}", manifest)
 
-    def _fetch_checkpoint(self, folder: Path, name: str, beat: Callable[[], object]) -> bool:
-        """Download a checkpoint and return whether it is good; print the problem of another."""
-        from hvdtrain.train.checkpoint import DamagedCheckpoint, load_state
+    def _fetch_checkpoint(
+        self, folder: Path, name: str, run_id: str, beat: Callable[[], object]
+    ) -> bool:
+        """Download a checkpoint and return whether it is a good one of the run; print the problem
+        of another.
+        """
+        from hvdtrain.train.checkpoint import (
+            PARTIAL,
+            REPLACED,
+            Checkpoints,
+            DamagedCheckpoint,
+            load_state,
+            read_manifest,
+        )
 
-        new, source = folder / CHECKPOINTS / f".{name}.partial", f"{self.output}/{folder.name}"
+        final, source = folder / CHECKPOINTS / name, f"{self.output}/{folder.name}"
+        new = final.with_name(f".{name}{PARTIAL}")
         try:
             self._download(f"{folder.name}/{CHECKPOINTS}/{name}", new, beat)
             load_state(new)
+            problem = ""
+            if run_id and read_manifest(new).get("run") not in (None, run_id):
+                problem = "of another run"
         except DamagedCheckpoint as error:
-            say(f"resume: skipping {name} in {source}, which is damaged: {error}")
+            problem = f"damaged: {error}"
+        if problem:
+            say(f"resume: skipping {name} in {source}, which is {problem}")
             rmtree(new)
             return False
-        new.rename(folder / CHECKPOINTS / name)
+        if final.exists():  # a damaged one
+            final.rename(final.with_name(f".{name}{REPLACED}"))
+        new.rename(final)
+        Checkpoints(final.parent, keep=1).put_back()
         return True
 
     def _download(self, checkpoint: str, folder: Path, beat: Callable[[], object]) -> None:
@@ -230,21 +223,23 @@ class Storage:
             (folder / name).unlink(missing_ok=True)
             self._get(f"{folder.name}/{name}", folder / name, beat)
 
-    def _refuse_another_run(self, folder: Path, name: str) -> None:
-        with suppress(OSError, ValueError):
-            manifest = self._read(f"{folder.name}/{CHECKPOINTS}/{name}/{MANIFEST}") or b""
-            stored = parse_json(manifest.decode("utf-8", "replace")).get("run")
-            if stored != read_text(folder / LOCK).strip():
-                raise UsageError(
-                    f"--resume: {self.output}/{folder.name} is another run than {folder}, from "
-                    "which it would be copied: move one of them away, or choose another "
-                    "--experiment"
-                )
+    def _marked(self, run: str) -> str:
+        """Return the id of the run that has claimed a name, or an empty text."""
+        return (self._read(f"{run}/{RUN_FILE}") or b"").decode("utf-8", "replace").strip()
+
+    def _saved_by(self, run: str) -> str:
+        """Return the id of the run that has written the newest checkpoint, or an empty text."""
+        for name in self._complete(self._checkpoints(run)):
+            with suppress(ValueError):
+                manifest = self._read(f"{run}/{CHECKPOINTS}/{name}/{MANIFEST}") or b""
+                if run_id := parse_json(manifest.decode("utf-8", "replace")).get("run"):
+                    return str(run_id)
+        return ""
 
     def _checkpoints(self, run: str) -> dict[str, set[str]]:
         """Return the names of the files of each checkpoint, also of those that are cut off."""
         checkpoints: dict[str, set[str]] = {}
-        with _translated(), suppress(FileNotFoundError):
+        with translated(), suppress(FileNotFoundError):
             self._fs.invalidate_cache()
             for path in self._fs.find(f"{self._root}/{run}/{CHECKPOINTS}"):
                 name, file = path.split("/")[-2:]
@@ -256,63 +251,6 @@ class Storage:
         """Return the names of those with a manifest, newest first."""
         names = [name for name, files in checkpoints.items() if MANIFEST in files]
         return sorted(names, key=lambda name: int(name.partition("-")[2]), reverse=True)
-
-    def _get(self, path: str, file: Path, beat: Callable[[], object]) -> None:
-        """Download a file, if it is there. Raises StorageFailure."""
-        from fsspec.callbacks import Callback
-
-        heard = Callback(hooks={"beat": lambda size, value, **more: beat()})
-        with _translated(), suppress(FileNotFoundError):
-            self._fs.get_file(f"{self._root}/{path}", str(file), callback=heard)
-
-    def _read(self, path: str) -> bytes | None:
-        with _translated(), suppress(FileNotFoundError):
-            content: bytes = self._fs.cat_file(f"{self._root}/{path}")
-            return content
-        return None
-
-    def _write(self, path: str, content: bytes) -> None:
-        with _translated():
-            self._fs.pipe_file(f"{self._root}/{path}", content)
-
-    def _remove(self, path: str) -> None:
-        with _translated(), suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._root}/{path}")
-
-
-def open_storage(output: str, folder: Path, resume: str | None, beat: Callable[[], object]) -> None:
-    """Check the storage of a run, if it has one, before anything is begun, and fetch what is to be
-    resumed. `folder`: of the run. `beat`: called as parts arrive.
-
-    Raises UsageError, also for a failure of the storage: nothing was started.
-    """
-    if SCHEME not in output:
-        return
-    from hvdtrain.data.drawing import kept  # imports torch
-
-    storage = Storage(output)
-    with kept():  # libraries of storage may draw random numbers
-        storage.probe()
-        say(f"storage: {storage.output}/{folder.name}, copied from {folder}")
-        if resume == AUTO:
-            try:
-                storage.fetch(folder, beat)
-            except StorageFailure as error:
-                raise UsageError(f"--resume=auto: {storage.output}: {error}") from error
-
-
-def taken_names(output: str, resume: str | None) -> set[str]:
-    """Return the names in the storage, if any, that a new run cannot have."""
-    return Storage(output).names() if SCHEME in output and resume is None else set()
-
-
-def name_of_job(output: str, folder: Path, job: str) -> str | None:
-    """Return the name of the run that a job of the launcher has begun, here or on another host."""
-    if (here := folder_of_job(folder, job)) or SCHEME not in output:
-        return here.name if here else None
-    with suppress(HvdtrainError):  # which `open_storage` reports
-        return Storage(output).run_of_job(folder.name, job)
-    return None
 
 
 @contextmanager
@@ -330,21 +268,25 @@ def local_copy(source: str) -> Iterator[str]:
         yield str(Storage(output).copy(run, name, Path(folder)))
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Raise StorageFailure for any error of the storage's library."""
-    try:
-        yield
-    except HvdtrainError:
-        raise
-    except Exception as error:  # of several libraries, with no base in common
-        raise StorageFailure(_reason(error)) from error
+def _is_good(checkpoint: Path) -> bool:
+    """Return whether a checkpoint in a folder here is what was written."""
+    from hvdtrain.train.checkpoint import DamagedCheckpoint, load_state
+
+    with suppress(DamagedCheckpoint):
+        load_state(checkpoint)
+        return True
+    return False
 
 
-def _reason(error: Exception) -> str:
-    """Return the text of an error, without what is secret in the environment."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    for name, value in os.environ.items():
-        if SECRET.search(name) and len(value) >= SHORTEST_SECRET:
-            text = text.replace(value, "***")
-    return text
+def _keep_summary_of(folder: Path, step: int) -> None:
+    """Remove the summary of a run unless it describes the end at this step."""
+    with suppress(OSError, ValueError):
+        if read_json(folder / SUMMARY).get("steps") == step:
+            return
+    (folder / SUMMARY).unlink(missing_ok=True)
+
+
+def _point(checkpoints: Path, best: str, last: str) -> None:
+    for pointer, name in zip(POINTERS, (best, last), strict=True):
+        if name and (checkpoints / name).is_dir():
+            replace_file(checkpoints / pointer, [name, "\n"])

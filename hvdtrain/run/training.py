@@ -28,7 +28,7 @@ from hvdtrain.records.directory import RunDirectory, new_directory
 from hvdtrain.records.folders import PROFILE
 from hvdtrain.records.ledger import Ledger, RunLedger
 from hvdtrain.records.provenance import provenance
-from hvdtrain.records.storage import name_of_job, open_storage, taken_names
+from hvdtrain.records.storage_start import claim_name, name_of_job, open_storage, taken_names
 from hvdtrain.records.trackers import check_trackers, open_trackers
 from hvdtrain.records.uploader import finish_upload
 from hvdtrain.ring.orders import KnownOrder
@@ -269,10 +269,11 @@ def of_this_job(config: TrainConfig, exchange: Exchange) -> TrainConfig:
     """
     if os.environ.get(RESTART, "0") == "0":
         return config
-    run, job = config.run, os.environ.get(JOB, "")
-    if exchange.rank == 0 and (name := name_of_job(run.output, config.folder, job)):
-        run = replace(run, experiment=name, resume="auto")
-    return replace(config, run=exchange.broadcast_object(run, "hvdtrain.own_run"))
+    run, job = config.run, os.environ.get(JOB) if exchange.rank == 0 else None
+    name = run_on_all(exchange, "own_run", lambda: name_of_job(run.output, config.folder, job))
+    if name := exchange.broadcast_object(name, "hvdtrain.own_run"):
+        run = replace(run, experiment=name, resume=AUTO)
+    return replace(config, run=run)
 
 
 def _find_resumable(config: TrainConfig, session: Session) -> Resumable | None:
@@ -318,11 +319,10 @@ def _open_ledger(
     resumable: Resumable | None,
     hosts: Sequence[str],
 ) -> Ledger:
-    """Return the ledger; on rank 0, which has the directory, write the configuration and print the
-    header first.
-    """
+    """Return the ledger; on rank 0, claim the name, write the configuration, print the header."""
     if directory is None:
         return Ledger(config.folder, session.exchange.rank)
+    claim_name(config.run, directory.path.name, directory.run_id, os.environ.get(JOB))
     recorded = directory.last_step()
     if resumable:
         resumable.make_ready()

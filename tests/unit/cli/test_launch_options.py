@@ -187,6 +187,12 @@ def test_where_logs_go(flags: list[str], folder: str) -> None:
         ),
         ("--config=g.yaml", "--config=g.yaml --resume auto"),
         ("--resume auto", "--resume auto --resume auto"),
+        ("--output s3://b/runs", "--output s3://b/runs"),  # where another run may have the name
+        ("--output s3://b/r --batch-size 8", "--output s3://b/r --global-batch-size 24"),
+        (
+            "--output s3://b/r --batch-size 8 --resume auto",
+            "--output s3://b/r --batch-size 8 --resume auto",
+        ),
     ],
 )
 def test_a_restart_is_the_same_experiment(flags: str, restarted: str) -> None:

@@ -17,8 +17,9 @@ from hvdtrain.config import RunConfig
 from hvdtrain.config.options import build_config
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.records import uploader
-from hvdtrain.records.directory import RunDirectory, new_directory
-from hvdtrain.records.storage import Storage, local_copy, name_of_job, open_storage, taken_names
+from hvdtrain.records.directory import new_directory
+from hvdtrain.records.storage import Storage, local_copy
+from hvdtrain.records.storage_start import name_of_job, open_storage, taken_names
 from hvdtrain.records.uploader import Uploader
 from hvdtrain.train.checkpoint import Checkpoints, Snapshot, load_state, name_of
 from tests.s3_server import BUCKET, SECRET, S3Server, s3_server
@@ -49,7 +50,7 @@ def server(
     files.mkdir(BUCKET)
     moto_server.changes.clear()
     yield moto_server
-    moto_server.refused = ""
+    moto_server.refused, moto_server.lists_nothing = "", False
 
 
 def save(folder: Path, *steps: int, keep: int = 3, run: str = "r" * 32) -> None:
@@ -61,7 +62,7 @@ def save(folder: Path, *steps: int, keep: int = 3, run: str = "r" * 32) -> None:
         checkpoints.wait()
     (folder / "config.yaml").write_text("seed: 0\n")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    (folder / "summary.json").write_text('{"status": "stopped"}\n')
+    (folder / "summary.json").write_text(f'{{"status": "stopped", "steps": {steps[-1]}}}\n')
 
 
 def upload(
@@ -95,7 +96,7 @@ def test_the_manifest_is_uploaded_last_and_removed_first(server: S3Server) -> No
     save(folder, 1, 2)
     upload(folder, 2, 1, keep=1)
     first = [path for _, path in server.changes]
-    assert first[0] == "runs/x/metrics.jsonl"
+    assert first[:2] == ["runs/x/.run", "runs/x/metrics.jsonl"]
     assert first[-2:] == ["runs/x/summary.json", "runs/x/config.yaml"]
     for step in (1, 2):
         ours = [path.rpartition("/")[2] for path in first if f"step-0000000{step}/" in path]
@@ -173,15 +174,15 @@ def test_names_in_storage_are_taken(server: S3Server) -> None:
     assert name_of_job(OUTPUT, FOLDER, "job-8") is None
 
 
-def test_another_run_of_the_name_is_not_mixed_in(server: S3Server) -> None:
-    """Fails if newer checkpoints of another run are added to those of the run here."""
-    save(Path("x"), 1, 2)
-    upload(Path("x"), 2)
-    directory = RunDirectory(FOLDER)
-    save(directory.path, 1, run=directory.run_id)
-    directory.close()
-    with pytest.raises(UsageError, match="is another run than"):
-        Storage(OUTPUT).fetch(directory.path, nothing)
+def test_credentials_that_may_not_list(server: S3Server) -> None:
+    """Fails if that is only noticed after the start."""
+    server.lists_nothing = True
+    with pytest.raises(UsageError, match=f"--output={OUTPUT}: a trial to write, read, list"):
+        open_storage(OUTPUT, FOLDER, None, nothing)
+    with pytest.raises(UsageError, match=f"--output={OUTPUT}: "):
+        name_of_job(OUTPUT, FOLDER, "job-7")
+    with pytest.raises(UsageError, match=f"--output={OUTPUT}: "):
+        taken_names(OUTPUT, None)
 
 
 @pytest.mark.parametrize(
