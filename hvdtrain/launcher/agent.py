@@ -33,10 +33,10 @@ from hvdtrain.launcher.protocol import (
 )
 from hvdtrain.launcher.worker import CANNOT_START, WorkerProcess, run_guarded
 from hvdtrain.log import complain
-from hvdtrain.pulse import WorkerPulse
+from hvdtrain.pulse import WorkerPulse, stop_within_s
 
 TICK_S = 0.1
-ORPHAN_GRACE_S = 30.0  # for the worker to save and end, once the launcher is gone
+ORPHAN_GRACE_S = 30.0  # least time for the worker to save and end, once the launcher is gone
 FLUSH_AFTER_S = 0.3  # an unterminated line is sent after this time
 MOST_PENDING_BYTES = 1 << 18  # or at this size; a message may hold 16 times as many
 
@@ -48,6 +48,7 @@ class Agent:
         self, job: str, orders: Orders, environment: dict[str, str], channel: Connection
     ) -> None:
         self._job, self._channel = job, channel
+        self._orphan_grace_s = max(ORPHAN_GRACE_S, stop_within_s(orders.environment) or 0.0)
         self._connected = True
         self._left = False
         self.horovodrun_signal = 0
@@ -180,7 +181,7 @@ class Agent:
             self._left = True
         elif self._worker:
             self._worker.stop(signal.SIGTERM)
-            self._worker.kill_after(ORPHAN_GRACE_S)
+            self._worker.kill_after(self._orphan_grace_s)
 
     def _send(self, message: Message) -> None:
         if self._connected:

@@ -118,13 +118,14 @@ def silent_ranks(ranks: Sequence[Rank], limits: Limits) -> list[Rank]:
     """Return the ranks that cause a standstill; empty while the job makes progress.
 
     Silence alone is no fault: a rank may wait for others in the exchange, or run a script that
-    reports no phases. The job stands still if ranks are suspended, or silent in their own work
-    (these are returned), or if all ranks are silent.
+    reports no phases, or have ended its training while rank 0 uploads the end of the run. The job
+    stands still if ranks are suspended, or silent in their own work (these are returned), or if all
+    ranks are silent.
     """
     running = [rank for rank in ranks if rank.state == "running"]
     silent = [rank for rank in running if rank.silent_s > limits.of(rank)]
     since_s = time.monotonic() - limits.watchdog_timeout_s
     suspended = [rank for rank in silent if rank.process_state in SUSPENDED_STATES]
     suspended = [rank for rank in suspended if rank.speaks or rank.suspended_s < since_s]
-    busy = [rank for rank in silent if rank.speaks and rank.phase != WAITING]
+    busy = [rank for rank in silent if rank.speaks and rank.phase not in (WAITING, ENDED)]
     return suspended or busy or (silent if len(silent) == len(running) else [])

@@ -27,7 +27,7 @@ from hvdtrain.launcher.verdict import Evidence, JobOutcome, judge
 
 TICK_S = 0.1
 PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summary
-HOROVODRUN_GRACE_S = 20.0  # for workers to save once horovodrun is ending
+HOROVODRUN_GRACE_S = 20.0  # least time for workers to save once horovodrun is ending
 STACKS_WAIT_S = 2.0
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
 
@@ -136,7 +136,9 @@ class Supervisor:
             grace_s = self._limits.stop_within_s if self._signals_passed_on else PEERS_GRACE_S
             if self._evidence.cause == "horovodrun":  # the workers still run and may save
                 self._broadcast({"signal": signal.SIGTERM})
-                grace_s = max(grace_s, HOROVODRUN_GRACE_S)
+                self._wait_for_all(HOROVODRUN_GRACE_S)
+                if all(rank.state != "lost" for rank in self._ranks):  # else none can save
+                    grace_s = self._limits.stop_within_s - HOROVODRUN_GRACE_S
             self._wait_for_all(grace_s)
         for rank in self._ranks:
             rank.put_down = rank.state == "running"

@@ -36,6 +36,7 @@ from hvdtrain.train.progress import Outcome
 AUDITS = ("audit", "compute_audit")  # in the summary, each with its counts
 RANK_0_FIRST_S = 0.5  # launchers end all ranks when the first one ends
 SLOWEST_SHOWN = 8  # of those that `launch` shows
+ALONE_CLOSE_S = 60.0  # for the last upload of a single worker that has failed
 CAUSE = ".failed"  # in the run directory: the failure of a rank other than 0
 
 
@@ -272,8 +273,10 @@ class RunLedger(Ledger):
             say(way_on(self.checkpoints.complete(), "script" in self._takeaway["config"]))
         self._events.close(self._summary)
         if self._uploader and not self._ended:
-            # Of several workers, one that fails is soon killed: a resumed run uploads the rest.
-            self._uploader.close(None if self._summary["world_size"] == 1 else FAILED_CLOSE_S)
+            # Only then is the error printed, and of several workers one that fails is soon killed.
+            alone = self._summary["world_size"] == 1
+            self._pulse.beat()
+            self._uploader.close(ALONE_CLOSE_S if alone else FAILED_CLOSE_S)  # resume: the rest
         self._directory.close()
 
     def _audit_counts(self) -> dict[str, int]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # without torch, for a quick start
 # horovodrun ends all workers when the first one ends. Rank 0 prints and ends at once, so that other
 # ranks with the same failure are ended before they print it again.
 GRACE_S = 3.0
+LAST_S = 1.5  # less than the time before the deadline at which a stop is given up
 
 IMPORTING = (100_000, 50, 100)  # thresholds of the garbage collector
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h, described in mallopt(3)
@@ -108,8 +109,17 @@ def leave_together(error: Exception, exchange: Exchange, topology: Topology) -> 
     leave_at_once(exit_code)
 
 
-def leave_at_once(exit_code: int) -> NoReturn:
-    """End the process without exit handlers: Horovod's and MPI's would wait for other ranks."""
+def leave_at_once(exit_code: int, last: Callable[[], None] | None = None) -> NoReturn:
+    """End the process without exit handlers: Horovod's and MPI's would wait for other ranks.
+
+    `last`: called first, in a thread that has LAST_S: a disk that hangs must not keep the process.
+    """
+    if last:
+        thread = threading.Thread(target=last, name="last", daemon=True)
+        thread.start()
+        thread.join(LAST_S)
+        if thread.is_alive():  # it may hold the locks of these streams
+            os._exit(exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -84,13 +84,14 @@ class StopSignals:
         """Ignore signals from now on, because the run is already ending."""
         for number in self._handlers:
             signal.signal(number, signal.SIG_IGN)
+        self.saving()  # the records of its end
 
     def alive(self) -> None:
         """Record that the main thread makes progress; called at each step and in evaluations."""
         self._last_step_s = time.monotonic()
 
     def saving(self) -> None:
-        """Record that no step ends while the state is saved, which may take long."""
+        """Record that no step ends while the state or the end of the run is saved, for long."""
         self._last_step_s = math.inf
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

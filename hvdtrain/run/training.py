@@ -22,7 +22,7 @@ from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.log import say
-from hvdtrain.pulse import JOB, RESTART, Pulse, stop_within_s
+from hvdtrain.pulse import JOB, RESTART, WAITING, Pulse, stop_within_s
 from hvdtrain.records.console import final_lines, header
 from hvdtrain.records.directory import RunDirectory, new_directory
 from hvdtrain.records.folders import PROFILE
@@ -128,12 +128,13 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     Yields None if `--resume auto` finds a finished run. The ledger records failures within.
     """
     exchange = session.exchange
-    session.pulse.beat("prepare")
+    session.pulse.beat("prepare" if exchange.rank == 0 else WAITING)  # for what it may download
     resumable = run_on_all(exchange, "resume", lambda: _find_resumable(config, session))
     try:
         resumed: Resumed = exchange.broadcast_object(
             resumable.resumed if resumable else Resumed(), "hvdtrain.resumed"
         )  # on rank 0 the same object, so that its state is there once
+        session.pulse.beat("prepare")
         if not resumed.finished:
             with _unfinished_run(config, session, resumable, resumed) as run:
                 yield run
@@ -178,6 +179,7 @@ def _unfinished_run(
         raise
     finally:
         ledger.close()
+        session.signals.alive()  # a script may go on
         job.workers.close()
         convert_back(job.model)
 
@@ -185,9 +187,7 @@ def _unfinished_run(
 def _prepare(
     config: TrainConfig, session: Session, resumable: Resumable | None, resumed: Resumed
 ) -> tuple[TrainConfig, Job]:
-    """Collective: return the configuration, as the resumed run or the speeds of the ranks change
-    it, and the job, not distributed yet.
-    """
+    """Collective: return the configuration, now complete, and the job, not distributed yet."""
     exchange, script, topology = session.exchange, session.script, session.topology
     batch_size = resumed.global_batch_size or config.batch.resolve(exchange.size)
     source = find_source(config, exchange, topology.local_rank, script)
@@ -246,14 +246,14 @@ def _make_ready(
     audit = make_audits(config, job, exchange, order, state.step, ledger)
 
     def give_up(error: Stopped) -> None:
-        ledger.give_up(error)
-        leave_at_once(error.exit_code)
+        leave_at_once(error.exit_code, lambda: ledger.give_up(error))
 
     signals.training_starts(note=ledger.fail, give_up=give_up)
     keeper = RunKeeper(exchange, ledger, signals, session.pulse)
     hook = session.script.on_evaluation if session.script else None
 
     def finish(outcome: Outcome) -> None:
+        signals.saving()  # until the ledger is closed
         profiler.close()
         audit.close()
         ledger.finish(outcome)

@@ -9,12 +9,14 @@ import hashlib
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import EXIT_FAILED
+from tests.unit import agents
 from tests.unit.agents import JOB, LIMIT_S, Job, hostname, is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(150)
@@ -189,6 +191,33 @@ def test_a_worker_saves_when_the_launcher_is_gone(job: Job) -> None:
     job.channel.close()
     assert job.agents[0].wait(LIMIT_S) == 128 + signal.SIGTERM
     assert not is_alive(worker) and not job.tickets()
+
+
+SAVES_LONG = """
+import signal, sys, time
+def save(number, frame):
+    time.sleep(1.5)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+HURRIED = """
+from hvdtrain.launcher import agent
+agent.ORPHAN_GRACE_S = 0.2
+raise SystemExit(agent.run_guarded(agent.main))
+"""
+
+
+def test_an_orphan_has_the_time_to_save_that_the_job_has(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when a worker whose launcher is gone is killed before --stop-within-s is over."""
+    monkeypatch.setattr(agents, "agent_argv", lambda name: [sys.executable, "-c", HURRIED, name])
+    job.run_python(SAVES_LONG, HVDTRAIN_STOP_WITHIN_S="30")
+    job.wait_for_output(b"ready\n")
+    job.channel.close()
+    assert job.agents[0].wait(LIMIT_S) == 3
 
 
 def test_horovodrun_may_ask_but_the_launcher_decides(job: Job) -> None:

@@ -53,6 +53,11 @@ def change(rank: Rank, **fields: object) -> Rank:
         # Waiting for one who is not silent, as in a long epoch of data of its own.
         ([running(0, 70), running(1, 3, "step")], []),
         ([running(0, 70), running(1, 70)], [0, 1]),
+        # Rank 0 uploads at the end, or downloads at the start, and the others wait for it.
+        ([running(0, 1, "save"), running(1, 61, "end")], []),
+        ([running(0, 61, "save"), running(1, 70, "end")], [0]),
+        ([running(0, 61, "end"), running(1, 70, "end")], [0, 1]),
+        ([running(0, 300, "prepare"), running(1, 300)], []),
         ([running(0, 70), running(1, 61, process_state="T")], [1]),
         ([running(0, 61, "step"), running(1, 61, process_state="t")], [1]),
         ([running(0, 1), running(1, 30, process_state="T")], []),

@@ -6,7 +6,9 @@ tests/parallel/test_own_loop.py has them on several.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import hvdtrain
 from hvdtrain.errors import AgreedFailure, Stopped, UsageError
 from hvdtrain.train.evaluate import Evaluation
+from tests.unit.commands import run_code
 from tests.unit.run.test_own_loop import SAMPLES, evaluate, make, parts, passes, summary
 
 pytestmark = pytest.mark.usefixtures("script")
@@ -192,3 +195,29 @@ def test_stop_outside_of_the_context_is_refused() -> None:
     """Fails if a request that nothing reads is taken."""
     with pytest.raises(UsageError, match="use it as `with"):
         make()[1].stop()
+
+
+FAILS = """
+import sys, time
+import torch
+import hvdtrain
+from hvdtrain.records import ledger, uploader
+ledger.ALONE_CLOSE_S = 1.0
+uploader.Uploader._upload = lambda self: time.sleep(80)  # as storage that does not answer
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+samples = [(torch.tensor([float(n)]), torch.tensor([2.0])) for n in range(8)]
+options = {"max_steps": 3, "output": sys.argv[1], "experiment": "x"}
+with hvdtrain.Loop(model, optimizer, samples, global_batch_size=4, **options) as loop:
+    for step in loop:
+        raise ValueError("a mistake of the script")
+"""
+
+
+def test_a_failure_is_shown_though_the_storage_does_not_answer(tmp_path: Path) -> None:
+    """Fails when the error of a single worker is held back until its last upload has ended."""
+    began_s = time.monotonic()
+    done = run_code(FAILS, tmp_path, f"file://{tmp_path}/far")
+    assert time.monotonic() - began_s < 60
+    assert done.returncode == 1 and "a mistake of the script" in done.stderr
+    assert "lacks the last records of the run: no time was left after 1 s" in done.stderr

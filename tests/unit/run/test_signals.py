@@ -125,3 +125,58 @@ def test_signals_that_come_together_are_one(together_s: float, code: int) -> Non
     done = run_code(TWICE, Path.cwd(), together_s, stuck_s)
     assert done.returncode == code, done.stderr
     assert code == 143 or done.stdout == "saves after SIGTERM\n"
+
+
+AT_THE_END = """
+import os, signal, sys, threading, time
+from hvdtrain.cli.train import run
+from hvdtrain.records.ledger import RunLedger
+from hvdtrain.run import stop as signals
+from hvdtrain.topology import Topology
+from hvdtrain.train.checkpoint import Checkpoints
+signals.NOTE_AFTER_S, signals.STUCK_AFTER_S = 0.1, 0.5
+how, output = sys.argv[1:]
+write, close, give_up = Checkpoints._write, RunLedger.close, RunLedger.give_up
+def write_slowly(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(2)
+    write(*arguments)
+def close_slowly(ledger):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(2)
+    close(ledger)
+def hang(ledger, error):
+    print("gives up", flush=True)
+    time.sleep(60)
+if how == "writer":
+    Checkpoints._write = write_slowly
+elif how == "close":
+    RunLedger.close = close_slowly
+else:
+    Checkpoints.save = lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))
+    RunLedger.give_up = hang
+    os.environ["HVDTRAIN_STOP_WITHIN_S"] = "2"
+flags = {"data": "synthetic:1x28x28,samples=8", "global_batch_size": 4, "max_steps": 1}
+flags |= {"output": output, "experiment": "x", "model": "lenet", "print_config": False}
+sys.exit(run(flags, [], Topology()))
+"""
+
+
+@pytest.mark.parametrize("how", ["writer", "close"])
+def test_the_end_of_a_run_is_saved_in_spite_of_a_signal(tmp_path: Path, how: str) -> None:
+    """Fails when a signal while the last checkpoint is written, or the records are closed, without
+    a deadline, ends the process as one that is stuck, so that the checkpoint is lost.
+    """
+    done = run_code(AT_THE_END, Path.cwd(), how, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "x/checkpoints/last").read_text() == "step-00000001\n"
+    assert (tmp_path / "x/checkpoints/step-00000001/manifest.json").is_file()
+
+
+def test_a_disk_that_hangs_does_not_keep_a_process_that_is_given_up(tmp_path: Path) -> None:
+    """Fails when what a process writes last, before it leaves, can keep it for ever."""
+    began_s = time.monotonic()
+    done = run_code(AT_THE_END, Path.cwd(), "disk", tmp_path)
+    assert done.returncode == 143, done.stderr
+    assert done.stdout.endswith("gives up\n")
+    assert time.monotonic() - began_s < 40
