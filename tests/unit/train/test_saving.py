@@ -94,8 +94,8 @@ def test_the_copy_before_is_written_before_the_next_is_made(monkeypatch) -> None
         checkpoints = Recorded()
 
     monkeypatch.setattr(hooks, "capture", lambda *given: calls.append("capture"))
-    ledger, pulse = Recording(), Pulse()
-    keeper = hooks.RunKeeper(SingleProcess(), ledger, None, pulse)  # type: ignore[arg-type]
+    ledger, signals = Recording(), SimpleNamespace(saving=lambda: None, alive=lambda: None)
+    keeper = hooks.RunKeeper(SingleProcess(), ledger, signals, Pulse())  # type: ignore[arg-type]
     keeper.save(None, None, None)  # type: ignore[arg-type]
     assert calls == ["progress", "wait", "capture", "saved"]
 
