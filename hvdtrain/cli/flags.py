@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -120,6 +120,16 @@ class Flag:
     check: Check | None = None
     more: Mapping[str, Any] = field(default_factory=dict)  # what else argparse takes
 
+    @property
+    def spelling(self) -> str:
+        """Return its name as messages have it: the long one of two."""
+        return self.name.split()[-1]
+
+    @property
+    def dest(self) -> str:
+        """Return the name of its value among the parsed arguments."""
+        return str(self.more.get("dest", self.spelling.lstrip("-").replace("-", "_")))
+
 
 @dataclass(frozen=True)
 class Section:
@@ -180,15 +190,14 @@ def add_all(parser: argparse._ActionsContainer, flags: Flags) -> None:
 
 def wrong_flags(flags: Flags, arguments: Mapping[str, Any]) -> list[str]:
     """Return a message for each flag whose check fails."""
-    problems = []
+    checked = [(flag, flag.check) for flag in each_flag(flags) if flag.check]
+    return wrong_values([(flag.spelling, arguments[flag.dest], check) for flag, check in checked])
+
+
+def each_flag(flags: Flags) -> Iterator[Flag]:
+    """Yield the flags, those within sections too."""
     for flag in flags:
-        if isinstance(flag, Section):
-            problems += wrong_flags(flag.flags, arguments)
-        elif flag.check:
-            spelling = flag.name.split()[-1]
-            name = flag.more.get("dest", spelling.lstrip("-").replace("-", "_"))
-            problems += wrong_values([(spelling, arguments[name], flag.check)])
-    return problems
+        yield from each_flag(flag.flags) if isinstance(flag, Section) else [flag]
 
 
 def train_flag(name: str, text: str = "", **changes: Any) -> Flag:

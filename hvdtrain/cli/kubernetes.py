@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.flags import Flag, Flags, Section, wrong_flags
+from hvdtrain.cli.flags import Flag, Flags, Section, each_flag, wrong_flags
 from hvdtrain.cli.worker_command import (
     check_command,
     check_train,
@@ -197,9 +197,9 @@ def _check(
     return every_problem(
         (arguments["image"] is None, "--print-kubernetes: which image? Give --image NAME"),
         *(
-            (True, f"{_spelling(flag)}: does not apply to pods; leave it out")
+            (True, f"{flag.spelling}: does not apply to pods; leave it out")
             for flag in _given(flags, arguments)
-            if _field(flag) in OF_HOSTS
+            if flag.dest in OF_HOSTS
         ),
         (not 1 <= workers <= MOST_SLOTS, f"-np {workers}: must be from 1 to {MOST_SLOTS}"),
         (nodes > MOST_HOSTS, f"--nnodes={nodes}: must be at most {MOST_HOSTS}"),
@@ -232,15 +232,10 @@ def _check_train(config: TrainConfig) -> list[str]:
     )
 
 
-def _flat(flags: Flags) -> Iterator[Flag]:
-    for flag in flags:
-        yield from _flat(flag.flags) if isinstance(flag, Section) else [flag]
-
-
 def _given(flags: Flags, arguments: Mapping[str, Any]) -> Iterator[Flag]:
     """Yield the flags whose values differ from the defaults."""
-    for flag in _flat(flags):
-        value = arguments.get(_field(flag))
+    for flag in each_flag(flags):
+        value = arguments.get(flag.dest)
         if value is not None and value is not False and value != flag.default:
             yield flag
 
@@ -248,18 +243,9 @@ def _given(flags: Flags, arguments: Mapping[str, Any]) -> Iterator[Flag]:
 def _passed_on(flags: Flags, arguments: Mapping[str, Any]) -> Iterator[str]:
     """Yield the words of the flags that `launch` gets in the pods as it got them here."""
     for flag in _given(flags, arguments):
-        if (name := _field(flag)) not in TRANSLATED:
-            yield _spelling(flag)
+        if (name := flag.dest) not in TRANSLATED:
+            yield flag.spelling
             yield from () if flag.type is bool else [str(arguments[name])]
-
-
-def _spelling(flag: Flag) -> str:
-    return flag.name.split()[-1]
-
-
-def _field(flag: Flag) -> str:
-    """Return the name of the flag's value among the parsed arguments."""
-    return str(flag.more.get("dest", _spelling(flag).lstrip("-").replace("-", "_")))
 
 
 def _needs(job: PodJob, form: str) -> list[str]:

@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -27,6 +24,7 @@ import torch
 from hvdtrain.lab.disturbance import Disturbance
 from hvdtrain.models import build_model
 from hvdtrain.topology import Topology
+from tests.hosts.crowd import busy_processes
 from tests.parallel.experiments import summary_and_weights, train
 from tests.parallel.launching import CONTROLLERS
 
@@ -61,27 +59,14 @@ def core_of(rank: int) -> int:
     return sorted(os.sched_getaffinity(os.getppid()))[rank]
 
 
-@contextmanager
-def programs(count: int, busy_s: float, idle_s: float) -> Iterator[None]:
-    """Let programs compute on the core of the last worker at times."""
-    arguments = map(str, (core_of(WORKERS - 1), busy_s, busy_s + idle_s))
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    started = [subprocess.Popen(command) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
 def run_one(kind: str, controller: str, asked: argparse.Namespace, folder: Path) -> dict:
     """Return the summary of a run with shares of a kind."""
     flags = ["--model=tests.campaigns.neighbour:pinned", f"--max-steps={asked.steps}"]
     flags += [f"--data=synthetic:1x28x28,samples={20 * asked.samples}", "--lr=0.01"]
     flags += [f"--global-batch-size={asked.samples}", f"--eval-interval={asked.steps}"]
     flags += [f"--virtual-workers={asked.virtual_workers}", SHARES[kind]]
-    with programs(asked.programs, asked.busy_s, asked.idle_s):
+    at_times = map(str, (core_of(WORKERS - 1), asked.busy_s, asked.busy_s + asked.idle_s))
+    with busy_processes(asked.programs, PROGRAM, *at_times):
         variables = {MODEL: asked.model}
         done = train(flags, folder, WORKERS, controller, timeout_s=3600, variables=variables)
     assert done.exit_code == 0, done.output

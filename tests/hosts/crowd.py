@@ -28,9 +28,12 @@ def slots_of(workers: int) -> list[int]:
 
 
 @contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Keep `count` processes computing during the context."""
-    started = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(count)]
+def busy_processes(count: int, *program: str) -> Iterator[None]:
+    """Keep `count` processes computing during the context, by other Python code if it is given,
+    with its arguments.
+    """
+    command = [sys.executable, "-c", *(program or [BURN])]
+    started = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield
     finally:
