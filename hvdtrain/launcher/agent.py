@@ -6,7 +6,7 @@
 The agent outlives its worker until the launcher sends "leave", because horovodrun ends all workers
 when one ends, including those that are still saving. When the launcher is gone or unreachable, the
 agent stops its worker and exits; when the agent is killed, its guard kills the worker
-(hvdtrain/launcher/worker.py). No process is left behind.
+(hvdtrain/launcher/guard.py). No process is left behind.
 """
 
 import contextlib
@@ -16,10 +16,12 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from hvdtrain import cgroups
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError, shell_code
+from hvdtrain.launcher.guard import is_of_standby, run_guarded, run_in_standby
 from hvdtrain.launcher.horovodrun import worker_environment
 from hvdtrain.launcher.protocol import (
     ALIVE_EVERY_S,
@@ -31,21 +33,29 @@ from hvdtrain.launcher.protocol import (
     read_orders,
     remove_ticket,
 )
-from hvdtrain.launcher.worker import CANNOT_START, WorkerProcess, run_guarded
+from hvdtrain.launcher.worker import CANNOT_START, WorkerProcess, start_command
 from hvdtrain.log import complain
-from hvdtrain.pulse import WorkerPulse, stop_within_s
+from hvdtrain.pulse import MEMORY_DIR, WorkerPulse, stop_within_s
 
 TICK_S = 0.1
 ORPHAN_GRACE_S = 30.0  # least time for the worker to save and end, once the launcher is gone
 FLUSH_AFTER_S = 0.3  # an unterminated line is sent after this time
 MOST_PENDING_BYTES = 1 << 18  # or at this size; a message may hold 16 times as many
 
+# Starts a worker with environment variables, and pipes for its output and its pulse.
+StartWorker = Callable[[Orders, dict[str, str], int, int], WorkerProcess]
+
 
 class Agent:
     """The supervisor of one worker, on the worker's host."""
 
     def __init__(
-        self, job: str, orders: Orders, environment: dict[str, str], channel: Connection
+        self,
+        job: str,
+        orders: Orders,
+        environment: dict[str, str],
+        channel: Connection,
+        start: StartWorker,
     ) -> None:
         self._job, self._channel = job, channel
         self._orphan_grace_s = max(ORPHAN_GRACE_S, stop_within_s(orders.environment) or 0.0)
@@ -65,7 +75,7 @@ class Agent:
         self._output = output
         self._worker: WorkerProcess | None = None
         try:
-            self._worker = WorkerProcess(orders, environment, writing, pulse)
+            self._worker = start(orders, environment, writing, pulse)
         except OSError as error:
             self._exit_code = CANNOT_START
             reason = _explain_start(error, orders)
@@ -199,12 +209,20 @@ def _explain_start(error: OSError, orders: Orders) -> str:
     return f"{command}: {error.strerror}{hint}"
 
 
-def main() -> int:
-    """Run the agent in a child of its guard; return the worker's exit code."""
-    job = sys.argv[1]
+def orders_of_worker(job: str) -> tuple[Orders, tuple[str, int], dict[str, str]]:
+    """Return a job's orders on this host, the launcher's address and the worker's environment.
+
+    Raises PreflightError without orders, and UsageError unless horovodrun has started this process.
+    """
+    orders, address, login, folder = read_orders(job)
+    environment = worker_environment(orders, os.environ, login)
+    return orders, address, environment | ({MEMORY_DIR: folder} if folder else {})
+
+
+def run(job: str, start: StartWorker = start_command) -> int:
+    """Run the agent of a job, started by horovodrun; return the worker's exit code."""
     try:
-        orders, address, login = read_orders(job)
-        environment = worker_environment(orders, os.environ, login)
+        orders, address, environment = orders_of_worker(job)
         introduction = {
             "rank": int(environment["RANK"]),
             "host": os.environ.get("HOROVOD_HOSTNAME", ""),
@@ -217,7 +235,7 @@ def main() -> int:
         if isinstance(error, ConnectionLost):  # the job is over: its orders are obsolete
             remove_ticket(job)
         return EXIT_FAILED
-    agent = Agent(job, orders, environment, channel)
+    agent = Agent(job, orders, environment, channel, start)
 
     def note_signal(number: int, frame: FrameType | None) -> None:
         agent.horovodrun_signal = number
@@ -232,5 +250,17 @@ def main() -> int:
     return code
 
 
+def main() -> int:
+    """Run the agent in the host's standby, or in a child; guard it, and return its exit code."""
+    job = sys.argv[1]
+    with contextlib.suppress(HvdtrainError):  # which the child reports
+        orders, _, environment = orders_of_worker(job)
+        if is_of_standby(orders, environment):
+            code = run_in_standby(job, environment)
+            if code is not None:
+                return code
+    return run_guarded(lambda: run(job))
+
+
 if __name__ == "__main__":
-    sys.exit(run_guarded(main))
+    sys.exit(main())

@@ -13,6 +13,7 @@ from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.doctor import Finding
 from hvdtrain.launcher.doctor.examination import Examination, first_address, preflight, withdraw
+from hvdtrain.launcher.doctor.sessions import HostSessions
 from hvdtrain.launcher.horovodrun import (
     MASTER_ADDR,
     MASTER_PORT,
@@ -87,7 +88,12 @@ class LaunchJob:
 
     def run(self) -> JobOutcome:
         """Return the last outcome; raise PreflightError if the first start fails its checks."""
-        fruitless, pause_s = 0, FIRST_PAUSE_S
+        with SshSetup(self._plan.hosts, self._plan.ssh) as ssh, HostSessions(ssh) as sessions:
+            self._ssh, self._sessions = ssh, sessions
+            return self._run()
+
+    def _run(self) -> JobOutcome:
+        fruitless, pause_s = 0, 0.0
         outcome = JobOutcome(EXIT_OK)
         for start in range(self._plan.restarts + 1):
             began_s = time.monotonic()
@@ -104,12 +110,13 @@ class LaunchJob:
                 return replace(outcome, text=f"not restarted: {reason}")
             lasted = not outcome.steps and time.monotonic() - began_s > LASTING_S
             fruitless = 0 if outcome.steps > self._furthest or lasted else fruitless + 1
-            pause_s = FIRST_PAUSE_S if not fruitless else min(pause_s * 2, LONGEST_PAUSE_S)
+            pause_s = min(max(FIRST_PAUSE_S, pause_s * 2), LONGEST_PAUSE_S) if fruitless else 0.0
             self._furthest = max(self._furthest, outcome.steps)
             if fruitless >= FRUITLESS:
                 text = f"{outcome.text}\n{FRUITLESS} starts in a row made no progress past step"
                 return replace(outcome, text=f"{text} {self._furthest}: given up")
-            self._notify(f"restart {start + 1} of {self._plan.restarts} in {pause_s:g} s")
+            pause = f" in {pause_s:g} s" if pause_s else ""
+            self._notify(f"restart {start + 1} of {self._plan.restarts}{pause}")
             self._timeline.fail(self._watch.failed_s, self._watch.noticed_s)
             self._timeline.pass_("ended")
             time.sleep(pause_s)
@@ -155,19 +162,22 @@ class LaunchJob:
         hosts = plan.hosts if start else take_slots(plan.hosts, plan.workers)
         token, job = secrets.token_hex(32), f"{os.getpid()}-{secrets.token_hex(4)}"
         with ExitStack() as stack:
-            ssh = stack.enter_context(SshSetup(hosts, plan.ssh))
             address = channel_address(hosts, plan.interface)
             channel = Channel(address, token)
             stack.callback(channel.close)
             text = self._orders(token, start).as_text()
             ticket = {"job": job, "ticket": text, "own_environment": bool(plan.ssh.hub)}
+            ticket["keeps"] = plan.restarts > 0
             stack.callback(remove_ticket, job)
             slots = slots_by_host(hosts, plan.workers)
+            sessions = self._sessions.open(hosts)
             report = preflight(
-                hosts, ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address, slots
+                sessions, self._ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address, slots
             )
+            if not plan.restarts:
+                self._sessions.close([*sessions])
             self._placed = ()
-            stack.callback(self._withdraw, job, hosts, report, ssh, channel)
+            stack.callback(self._withdraw, job, hosts, report, channel)
             plan = self._place(hosts, report, start)
             channel.workers, self._placed = plan.workers, plan.hosts
             names = ", ".join(f"{host.address}:{host.slots}" for host in plan.hosts)
@@ -175,8 +185,8 @@ class LaunchJob:
             self._timeline.pass_("checked")
             self._watch = Watch([Rank(number) for number in range(plan.workers)], restarts=start)
             supervisor = Supervisor(
-                command=job_argv(plan, ssh, job),
-                environment=horovodrun_environment(os.environ, plan.settings, ssh.path)
+                command=job_argv(plan, self._ssh, job),
+                environment=horovodrun_environment(os.environ, plan.settings, self._ssh.path)
                 | master_of(self._plan.interface, plan.hosts, report),
                 channel=channel,
                 logs=self._logs,
@@ -184,6 +194,7 @@ class LaunchJob:
                 watch=self._watch,
                 requested=lambda: list(self._stop.numbers),
                 show=self._follow,
+                may_restart=start < plan.restarts,
             )
             stack.callback(remove_sessions_of_dead_mpiruns)
             with self._stop.noted():
@@ -191,16 +202,17 @@ class LaunchJob:
 
     def _follow(self, watch: Watch) -> None:
         self._show(watch)
+        self._sessions.stay()
         if line := self._timeline.follow(watch.ranks, self._furthest):
             self._notify(line)
 
     def _withdraw(
-        self, job: str, hosts: Sequence[Host], report: Examination, ssh: SshSetup, channel: Channel
+        self, job: str, hosts: Sequence[Host], report: Examination, channel: Channel
     ) -> None:
         """Remove the ticket from the hosts where no agent has joined, which would have done so."""
         joined = {self._host_of(rank) for rank in channel.admitted}
         left = [host for host in hosts if host.address in report.facts.keys() - joined]
-        withdraw([host for host in left if not is_local(host)], ssh, job)
+        withdraw(self._sessions.open([host for host in left if not is_local(host)]), job)
 
     def _orders(self, token: str, start: int) -> Orders:
         # `python` is the one that runs hvdtrain. On nodes, the probe adds their own environment.

@@ -14,12 +14,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hvdtrain.errors import PreflightError, Stopped
+from hvdtrain.files import hold
 from hvdtrain.pulse import STOP_SIGNALS
 from hvdtrain.slurm import in_job
 
 # A batch system may signal every process of a job, and the batch script pass its signal on too:
 # signals this close to the first one count as one.
 TOGETHER_S = 1.0
+ABANDONED_AFTER_S = 60.0
 _IGNORE_SIGTERM = """\
 import os, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -70,6 +72,20 @@ def programs_folder(executable: bool = True) -> str:
         f"no folder for temporary programs: {', '.join(tried)} cannot be written, or are mounted "
         "noexec; set TMPDIR to a folder where files can be made and executed"
     )
+
+
+def remove_abandoned(parent: Path, prefix: str, lock: str) -> None:
+    """Remove the folders with this prefix whose makers, processes of this user, were killed: nobody
+    holds the file `lock` in them.
+    """
+    for folder in parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            status = folder.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < ABANDONED_AFTER_S:
+                continue
+            with (folder / lock).open("a") as file:
+                hold(file)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def marked(name: str, value: str) -> dict[int, dict[str, str]]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain import network
 from hvdtrain.errors import PreflightError
@@ -271,10 +271,17 @@ class Orders:
         return json.dumps(asdict(self))
 
 
-def read_orders(job: str) -> tuple[Orders, tuple[str, int], dict[str, str] | None]:
-    """Return orders, launcher address and the login's variables (`horovodrun.login_of`) from this
-    host's ticket; PreflightError without it.
-    """
+class HostOrders(NamedTuple):
+    """The orders of a job as one host has them."""
+
+    orders: Orders
+    launcher: tuple[str, int]  # address and port
+    login: dict[str, str] | None  # the login's variables (`horovodrun.login_of`)
+    job_folder: str | None  # see hvdtrain/launcher/job_folder.py; None: the job is not restarted
+
+
+def read_orders(job: str) -> HostOrders:
+    """Return the orders in this host's ticket. Raises PreflightError without it."""
     content = read_ticket(job)
     if content is None:
         raise PreflightError(
@@ -282,4 +289,5 @@ def read_orders(job: str) -> tuple[Orders, tuple[str, int], dict[str, str] | Non
             "`hvdtrain launch` alone"
         )
     address, port = content["channel"]
-    return Orders(**json.loads(content["ticket"])), (address, port), content.get("login")
+    orders = Orders(**json.loads(content["ticket"]))
+    return HostOrders(orders, (address, port), content.get("login"), content.get("job_folder"))

@@ -8,14 +8,11 @@ unknown host is refused). The generated configuration maps aliases to users and 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,11 +24,15 @@ from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.addresses import resolves_here
 from hvdtrain.launcher.horovodrun import find_mpirun
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.processes import own_passwd_entry, programs_folder, spared_by_slurm
+from hvdtrain.launcher.processes import (
+    own_passwd_entry,
+    programs_folder,
+    remove_abandoned,
+    spared_by_slurm,
+)
 from hvdtrain.slurm import in_job
 
 PREFIX = "hvdtrain-ssh-"  # of folders that hold the configuration of one launcher
-ABANDONED_AFTER_S = 60.0
 LOCALHOST = "localhost"  # for horovodrun: the machine that it runs on
 _PLAIN_NAME = re.compile("[A-Za-z0-9.-]+")  # horovodrun also accepts _, Open MPI does not
 # Removes the option by which horovodrun disables the check of host keys.
@@ -106,7 +107,7 @@ class SshSetup:
     def __enter__(self) -> SshSetup:
         executable = in_job() or not all(map(is_local, self._hosts))
         parent = programs_folder(executable)
-        _remove_abandoned(Path(parent))
+        remove_abandoned(Path(parent), PREFIX, "config")
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
         self.path = Path(self._folder.name)
         self._lock = (self.path / "config").open("w", encoding="utf-8")
@@ -172,18 +173,6 @@ class SshSetup:
             elif user:
                 lines += [f"Host {name}", *user]
         return "\n".join([*lines, _CONFIGURATION_END])
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of this user's launchers that were killed: nobody holds their locks."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            status = folder.stat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < ABANDONED_AFTER_S:
-                continue
-            with (folder / "config").open("a") as file:
-                hold(file)
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_local(host: Host) -> bool:

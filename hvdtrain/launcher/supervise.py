@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,10 @@ from hvdtrain.launcher.verdict import Evidence, JobOutcome, judge
 
 TICK_S = 0.1
 PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summary
+RESTART_GRACE_S = 0.3  # the same, if it is known which rank has failed, and a restart follows
 HOROVODRUN_GRACE_S = 20.0  # least time for workers to save once horovodrun is ending
 STACKS_WAIT_S = 2.0
+ALONE_WAIT_S = 1.5  # for horovodrun to end once no agent is connected
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
 
 
@@ -57,8 +60,12 @@ class Supervisor:
         watch: Watch,
         requested: Callable[[], list[int]],
         show: Callable[[Watch], None],
+        may_restart: bool = False,
     ) -> None:
-        """`command` starts horovodrun; `requested` returns the signals to stop received so far."""
+        """`command` starts horovodrun; `requested` returns the signals to stop received so far.
+        `may_restart`: whether a failure is followed by another start.
+        """
+        self._may_restart = may_restart
         self._command, self._environment = command, environment
         self._channel, self._logs, self._limits = channel, logs, limits
         self._watch, self._requested, self._show = watch, requested, show
@@ -133,7 +140,9 @@ class Supervisor:
         if self._evidence.cause == "silence":
             self._ask_for_stacks()
         else:
-            grace_s = self._limits.stop_within_s if self._signals_passed_on else PEERS_GRACE_S
+            grace_s = self._peers_grace_s()
+            if self._signals_passed_on:
+                grace_s = self._limits.stop_within_s
             if self._evidence.cause == "horovodrun":  # the workers still run and may save
                 self._broadcast({"signal": signal.SIGTERM})
                 self._wait_for_all(HOROVODRUN_GRACE_S)
@@ -145,6 +154,15 @@ class Supervisor:
         self._broadcast({"kill": True})
         self._wait_for_all(PEERS_GRACE_S, patient=False)
 
+    def _peers_grace_s(self) -> float:
+        """Return how long other ranks may go on after a failure."""
+        failed = [rank for rank in self._ranks if rank.has_failed]
+        is_clear = any(not rank.is_victim for rank in failed)
+        workers_report = all(rank.speaks for rank in self._ranks)
+        return (
+            RESTART_GRACE_S if self._may_restart and is_clear and workers_report else PEERS_GRACE_S
+        )
+
     def _wait_for_all(self, limit_s: float, patient: bool = True) -> None:
         """Wait until no worker runs; if `patient`, until a second signal at the latest."""
         deadline = time.monotonic() + limit_s
@@ -154,7 +172,7 @@ class Supervisor:
                 return
 
     def _release(self, horovodrun: subprocess.Popen[bytes]) -> None:
-        """Release the agents, and end the process group of horovodrun: by SIGTERM, then SIGKILL."""
+        """Release the agents, and end horovodrun; before a restart, do not wait for its end."""
         self._broadcast({"kill": True})
         self._broadcast({"leave": True})
         deadline = time.monotonic() + LEAVE_WAIT_S
@@ -163,11 +181,9 @@ class Supervisor:
             if not (well or self._channel.connected):
                 break
             self._channel.poll(TICK_S, self._receive, self._lose)
-        for number, limit_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(horovodrun.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                horovodrun.wait(limit_s)
+        ending = threading.Thread(target=_end, args=(horovodrun,), name="horovodrun")
+        ending.start()  # joined at the end of the launcher, if not before
+        ending.join(RESTART_GRACE_S if self._may_restart and not self._requested() else None)
 
     def _pass_on_signals(self) -> int:
         """Send the first signal to the workers; return the number of signals received."""
@@ -236,3 +252,12 @@ class Supervisor:
                 self._evidence.own_pause_s = self._channel.longest_pause_s
             rank.keep(self._logs.finish(number))
             self._evidence.blame("a rank")
+
+
+def _end(horovodrun: subprocess.Popen[bytes]) -> None:
+    """End the process group of horovodrun, which takes mpirun some seconds."""
+    for number, limit_s in ((0, ALONE_WAIT_S), (signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(horovodrun.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            horovodrun.wait(limit_s)

@@ -1,6 +1,6 @@
 """A worker: the command that an agent starts, often a shell, and all processes that it starts.
 
-The agent is a subreaper (see `run_guarded`), so all these processes remain its descendants, even
+The agent is a subreaper, so all these processes remain its descendants, even
 those that outlive their parent or have a session of their own. One of them may be the speaker: the
 process that writes to the pulse pipe (hvdtrain/pulse.py), and that can save.
 """
@@ -11,10 +11,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from types import FrameType
+from functools import partial
 
-from hvdtrain.errors import EXIT_FAILED, shell_code
 from hvdtrain.launcher.processes import (
     command_of,
     descendants,
@@ -34,35 +32,15 @@ KILLED_S = 2.0  # longest wait for killed processes, less than the launcher wait
 CANNOT_START = 127  # exit code, as in shells
 KILL_S = 5.0  # longest wait of the guard; a process held in a system call is abandoned
 ROUND_S = 0.02
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 class WorkerProcess:
     """One worker: its command and all descendants."""
 
-    def __init__(self, orders: Orders, variables: dict[str, str], output: int, pulse: int) -> None:
-        """Start the command with these environment variables and pipes; OSError on failure."""
-        agent = os.getpid()
-        library = ctypes.CDLL(None)
-
-        def end_with_agent() -> None:
-            library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != agent:
-                os._exit(CANNOT_START)
-
-        self._process = subprocess.Popen(
-            orders.command,
-            cwd=orders.folder,
-            env=variables | {PULSE_FD: str(pulse)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(pulse,),
-            start_new_session=True,
-            preexec_fn=end_with_agent,
-        )
-        self._command = self._process.pid
+    def __init__(self, command: int, process: subprocess.Popen[bytes] | None = None) -> None:
+        """`command`: id of its first process, a child of this one, which `process` started."""
+        self._command, self._process = command, process
         self._speaker = 0
         self._codes: dict[int, int] = {}
         self._stop = 0  # the signal that requested its end
@@ -117,7 +95,8 @@ class WorkerProcess:
         given_up = now - self._killed_s > KILLED_S
         if not ended or (some_left and not given_up):
             return None
-        self._process.returncode = self._codes[self._command]
+        if self._process:
+            self._process.returncode = self._codes[self._command]
         return self._codes.get(self._speaker, self._codes[self._command])
 
     def _end_rest(self, ended: bool) -> None:
@@ -143,32 +122,30 @@ class WorkerProcess:
         send_signal(number, [self._speaker] if self._speaks() else descendants(os.getpid()))
 
 
-def run_guarded(work: Callable[[], int]) -> int:
-    """Run `work` in a child process; return its exit code once all its descendants are gone."""
-    become_subreaper()
-    guard = os.getpid()
-    agent = os.fork()
-    if not agent:
-        os.setsid()  # mpirun kills the guard's whole group
-        become_subreaper()
-        _end_with(guard)
-        return work()
+def start_command(
+    orders: Orders, variables: dict[str, str], output: int, pulse: int
+) -> WorkerProcess:
+    """Start the command with these environment variables and pipes. Raises OSError."""
+    agent = os.getpid()
+    process = subprocess.Popen(
+        orders.command,
+        cwd=orders.folder,
+        env=variables | {PULSE_FD: str(pulse)},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=(pulse,),
+        start_new_session=True,
+        preexec_fn=partial(die_with, agent),
+    )
+    return WorkerProcess(process.pid, process)
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        send_signal(number, [agent])
-        send_signal(signal.SIGCONT, [agent])
 
-    for number in PASSED_ON:
-        signal.signal(number, pass_on)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    codes: dict[int, int] = {}
-    while agent not in codes:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        reap(codes)
-    for number in PASSED_ON:
-        signal.signal(number, signal.SIG_IGN)
-    kill_descendants()
-    return shell_code(codes[agent])
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(CANNOT_START)
 
 
 def become_subreaper() -> None:
@@ -192,16 +169,3 @@ def _kill_all(since_s: float) -> None:
     if time.monotonic() - since_s < HELPERS_GRACE_S:
         pids = [pid for pid in pids if TRACKER not in command_of(pid)]
     send_signal(signal.SIGKILL, pids)
-
-
-def _end_with(guard: int) -> None:
-    """End this process and its descendants as soon as its parent `guard` has ended."""
-
-    def look(*_: object) -> None:
-        if os.getppid() != guard:
-            kill_descendants()
-            os._exit(EXIT_FAILED)
-
-    signal.signal(signal.SIGCONT, look)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # reaches a suspended process too
-    look()  # the guard may have ended already

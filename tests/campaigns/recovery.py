@@ -47,7 +47,7 @@ from tests.hosts.namespaces import Cluster
 from tests.hosts.trials import Ended, Recovery
 from tests.parallel.launching import CONTROLLERS
 
-STEPS = {"namespaces": (40, 30), "containers": (60, 60), "one container": (60, 60)}
+STEPS = {"namespaces": (40, 90), "containers": (60, 60), "one container": (60, 60)}
 FAULTS = [*hosts.FAULTS, *containers.FAULTS]
 PARTS = (  # as in the launcher's line
     *("earlier starts", "noticed", "ended", "paused", "checked", "started", "imported", "joined"),

@@ -59,7 +59,7 @@ class Examination:
 
 
 def preflight(
-    hosts: Sequence[Host],
+    sessions: Sessions,
     ssh: SshSetup,
     channel_port: int,
     ticket: Mapping[str, Any] | None,
@@ -67,11 +67,12 @@ def preflight(
     channel_address: str = ANYWHERE,
     slots: Slots | None = None,
 ) -> Examination:
-    """Run the quick part on all hosts in parallel.
+    """Run the quick part on the hosts of these sessions in parallel.
 
     `channel_port`: a port of this machine on which the caller listens; each host connects to it and
     hangs up (0: not tried). `ticket`: stored on each host for the agents (see protocol.py):
-    the `job` (letters, digits, - and _), and the `ticket`, a text of JSON.
+    the `job` (letters, digits, - and _), and the `ticket`, a text of JSON; with `keeps` the hosts
+    keep a folder for the job (hvdtrain/launcher/job_folder.py).
     `channel_address`: the address listened on, if not all. `slots`: how many workers each of these
     hosts gets, for which its cores and its memory are checked (None: not checked).
     """
@@ -81,9 +82,8 @@ def preflight(
         "channel_address": None if channel_address == ANYWHERE else channel_address,
         "ticket": ticket,
     }
-    with open_sessions(hosts, ssh) as sessions:
-        on_one = ssh.options.hub is not None and ssh.options.hub.on_one
-        quick = _begin(sessions, request, timeout_s, on_one)
+    on_one = ssh.options.hub is not None and ssh.options.hub.on_one
+    quick = _begin(sessions, request, timeout_s, on_one)
     distant = {host: facts for host, facts in quick.facts.items() if not sessions[host].local}
     quick.interface, of_interface = checks.check_interface(distant, interfaces())
     quick.findings += of_interface
@@ -96,10 +96,9 @@ def preflight(
     return quick
 
 
-def withdraw(hosts: Sequence[Host], ssh: SshSetup, job: str) -> None:
+def withdraw(sessions: Sessions, job: str) -> None:
     """Remove the ticket of a job from those of the hosts that answer."""
-    with open_sessions(hosts, ssh) as sessions:
-        on_all(lambda session: session.ask_again({"do": "withdraw", "job": job}), sessions)
+    on_all(lambda session: session.ask_again({"do": "withdraw", "job": job}), sessions)
 
 
 def first_address(hosts: Sequence[Host], facts: ByHost) -> str:

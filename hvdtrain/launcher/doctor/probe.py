@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from hvdtrain.errors import EXIT_FAILED
 from hvdtrain.launcher.doctor.facts import gather, quick_sources, slow_sources
 from hvdtrain.launcher.doctor.gpu_facts import gpus
 from hvdtrain.launcher.doctor.trainings import Trainings
 from hvdtrain.launcher.horovodrun import login_of, search_path
+from hvdtrain.launcher.job_folder import JobFolder
 from hvdtrain.launcher.nodes import FIRST_NODE
 from hvdtrain.launcher.processes import marked, send_signal
 from hvdtrain.launcher.protocol import remove_ticket, write_ticket
@@ -33,6 +35,7 @@ MARK = "HVDTRAIN_DOCTOR"  # environment variable by which the doctor finds its o
 CONNECT_S = 2.0
 AT_ONCE = 64  # threads that connect
 LONGEST_LIFE_S = 180  # after the last request
+STAY = "stay"  # a request that is not answered
 
 Request = dict[str, Any]
 Answer = dict[str, Any]  # `values` and `errors`
@@ -66,6 +69,8 @@ def gather_facts(request: Request) -> Answer:
             sources["channel"] = lambda: channel
             if channel["address"] and request.get("ticket"):
                 ticket = with_environment(request["ticket"]) | {"login": LOGIN}
+                if ticket.pop("keeps", False):
+                    ticket["job_folder"] = JOB_FOLDER.make()
                 ticket["channel"] = [channel["address"], request["channel_port"]]
                 sources["ticket"] = lambda: str(write_ticket(ticket, os.environ))
         return gather(sources | {name: future.result for name, future in futures.items()})
@@ -198,6 +203,7 @@ def sweep(mark: str) -> int:
 
 
 TRAININGS = Trainings()
+JOB_FOLDER = JobFolder()
 HANDLERS: dict[str, Callable[[Request], Any]] = {
     "ping": lambda request: None,
     "reach": lambda request: reach_all(request["targets"]),
@@ -213,19 +219,29 @@ HANDLERS: dict[str, Callable[[Request], Any]] = {
 }
 
 
+def give_up(*_: object) -> NoReturn:
+    """End this process, whatever its threads wait for, and leave nothing behind."""
+    JOB_FOLDER.remove()
+    os._exit(EXIT_FAILED)
+
+
 def main() -> int:
     """Answer requests until the input ends; return the exit code."""
+    signal.signal(signal.SIGALRM, give_up)
     signal.alarm(LONGEST_LIFE_S)  # leaves nothing behind, even if the connection hangs
     try:
         for line in sys.stdin:
             signal.alarm(LONGEST_LIFE_S)  # anew: a burn-in takes longer, and is asked all the time
-            began = time.time()
-            reply = answer(json.loads(line))
+            began, request = time.time(), json.loads(line)
+            if request["do"] == STAY:
+                continue
+            reply = answer(request)
             reply["values"] |= {"began": began, "ended": time.time()}
             sys.stdout.write(f"\n{MARKER}\n{json.dumps(reply)}\n")
             sys.stdout.flush()
     finally:
         TRAININGS.end()
+        JOB_FOLDER.remove()
     return 0
 
 

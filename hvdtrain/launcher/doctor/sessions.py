@@ -2,6 +2,8 @@
 machine), a protocol of lines, hosts in parallel, every wait bounded.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -11,13 +13,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, TypeVar
 
 from hvdtrain.interpreter import module_argv, python_path
 from hvdtrain.launcher.doctor import Facts, Finding
-from hvdtrain.launcher.doctor.probe import MARKER
+from hvdtrain.launcher.doctor.probe import LONGEST_LIFE_S, MARKER, STAY
 from hvdtrain.launcher.doctor.ssh_failures import NoAnswer, explain, takes_small_packets
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.processes import has_ended
@@ -130,6 +132,10 @@ class ProbeSession:
         exit_code = None if timed_out else self._process.returncode
         return NoAnswer(exit_code, self._error_text, self.noise)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None or has_ended(self._process.pid)
+
     def close(self) -> None:
         """Close the probe's input, which ends it; kill it if it does not end.
 
@@ -151,6 +157,44 @@ class ProbeSession:
             self._stderr.seek(0)
             self._error_text = self._stderr.read(20_000).decode(errors="replace")
             self._stderr.close()
+
+
+class HostSessions:
+    """The probe sessions of a job: one for each host, opened again only after it has ended."""
+
+    def __init__(self, ssh: SshSetup) -> None:
+        self._ssh = ssh
+        self._sessions: dict[str, ProbeSession] = {}  # by host.address
+        self._stayed_s = time.monotonic()
+
+    def open(self, hosts: Sequence[Host]) -> dict[str, ProbeSession]:
+        """Return a session with each host, by host.address."""
+        for host in hosts:
+            session = self._sessions.get(host.address)
+            if session is None or session.has_ended:
+                self.close([host.address])
+                self._sessions[host.address] = ProbeSession(host, self._ssh)
+        return {host.address: self._sessions[host.address] for host in hosts}
+
+    def stay(self) -> None:
+        """Keep the probes, which end by themselves LONGEST_LIFE_S after the last request."""
+        if time.monotonic() - self._stayed_s > LONGEST_LIFE_S / 4:
+            self._stayed_s = time.monotonic()
+            for session in self._sessions.values():
+                session.send(json.dumps({"do": STAY}))
+
+    def close(self, addresses: Collection[str]) -> None:
+        """End the sessions with these hosts."""
+        ended = {a: self._sessions.pop(a) for a in [*addresses] if a in self._sessions}
+        on_all(ProbeSession.close, ended)
+        for session in ended.values():
+            session.output.close()
+
+    def __enter__(self) -> HostSessions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close([*self._sessions])
 
 
 @contextlib.contextmanager
