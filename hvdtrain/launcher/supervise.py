@@ -31,7 +31,6 @@ PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summa
 RESTART_GRACE_S = 0.3  # the same, if it is known which rank has failed, and a restart follows
 HOROVODRUN_GRACE_S = 20.0  # least time for workers to save once horovodrun is ending
 STACKS_WAIT_S = 2.0
-ALONE_WAIT_S = 1.5  # for horovodrun to end once no agent is connected
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
 
 
@@ -177,12 +176,11 @@ class Supervisor:
         self._broadcast({"leave": True})
         deadline = time.monotonic() + LEAVE_WAIT_S
         well = all(rank.state == "ended" for rank in self._ranks)
-        while horovodrun.poll() is None and time.monotonic() < deadline:
-            if not (well or self._channel.connected):
-                break
+        while self._channel.connected and time.monotonic() < deadline:
             self._channel.poll(TICK_S, self._receive, self._lose)
-        ending = threading.Thread(target=_end, args=(horovodrun,), name="horovodrun")
-        ending.start()  # joined at the end of the launcher, if not before
+        alone_s = LEAVE_WAIT_S if well else 0.0
+        ending = threading.Thread(target=_end, args=(horovodrun, alone_s), name="horovodrun")
+        ending.start()  # not a daemon: the launcher does not end before
         ending.join(RESTART_GRACE_S if self._may_restart and not self._requested() else None)
 
     def _pass_on_signals(self) -> int:
@@ -254,9 +252,9 @@ class Supervisor:
             self._evidence.blame("a rank")
 
 
-def _end(horovodrun: subprocess.Popen[bytes]) -> None:
-    """End the process group of horovodrun, which takes mpirun some seconds."""
-    for number, limit_s in ((0, ALONE_WAIT_S), (signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
+def _end(horovodrun: subprocess.Popen[bytes], alone_s: float) -> None:
+    """Wait for horovodrun to end by itself; else end its process group: mpirun takes its time."""
+    for number, limit_s in ((0, alone_s), (signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(horovodrun.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
