@@ -1,19 +1,22 @@
 """A launched job over its restarts: usable hosts, number of workers, and when to give up."""
 
+import itertools
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from hvdtrain.errors import EXIT_OK, PreflightError
+from hvdtrain.launcher.absent import AbsentHosts
 from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.doctor import Finding
 from hvdtrain.launcher.doctor.examination import Examination, first_address, preflight, withdraw
-from hvdtrain.launcher.doctor.sessions import HostSessions
+from hvdtrain.launcher.doctor.sessions import HostSessions, ProbeSession
+from hvdtrain.launcher.doctor.ssh_failures import NoAnswer
 from hvdtrain.launcher.horovodrun import (
     MASTER_ADDR,
     MASTER_PORT,
@@ -32,18 +35,17 @@ from hvdtrain.launcher.processes import (
 )
 from hvdtrain.launcher.protocol import Orders, remove_ticket
 from hvdtrain.launcher.ranks import Limits, Rank
+from hvdtrain.launcher.retries import FIRST_PAUSE_S, LONGEST_PAUSE_S, Retries
 from hvdtrain.launcher.ssh import SshOptions, SshSetup, is_local
 from hvdtrain.launcher.supervise import Supervisor, Watch
 from hvdtrain.launcher.timeline import Timeline
 from hvdtrain.launcher.verdict import JobOutcome
-from hvdtrain.log import counted
+from hvdtrain.log import counted, few
 from hvdtrain.network import TOWARDS, address_of
 from hvdtrain.pulse import COMMAND, JOB, RESTART, STOP_WITHIN
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+ANSWER_S = 1.5  # for a host of which a worker was lost
 PREFLIGHT_TIMEOUT_S = 30.0
-FRUITLESS = 3  # consecutive starts without progress after which the job is given up
-LASTING_S = 600.0  # a start of a script that reports no steps counts as progress after this long
 MASTER_PORTS = range(20000, 30000)  # below the ephemeral ports of operating systems
 
 
@@ -83,19 +85,21 @@ class LaunchJob:
         self._notify, self._show = notify, show
         self._placed: Sequence[Host] = ()  # of the last start
         self._watch = Watch([])  # of the last start
-        self._timeline, self._furthest = Timeline(), 0  # step of all starts so far
+        self._timeline, self._retries = Timeline(), Retries(plan.restarts)
         self._name = secrets.token_hex(8)
 
     def run(self) -> JobOutcome:
         """Return the last outcome; raise PreflightError if the first start fails its checks."""
-        with SshSetup(self._plan.hosts, self._plan.ssh) as ssh, HostSessions(ssh) as sessions:
-            self._ssh, self._sessions = ssh, sessions
+        with (
+            SshSetup(self._plan.hosts, self._plan.ssh) as self._ssh,
+            HostSessions(self._ssh) as self._sessions,
+            AbsentHosts(self._ssh, self._sessions) as self._absent,
+        ):
             return self._run()
 
     def _run(self) -> JobOutcome:
-        fruitless, pause_s = 0, 0.0
         outcome = JobOutcome(EXIT_OK)
-        for start in range(self._plan.restarts + 1):
+        for start in itertools.count():
             began_s = time.monotonic()
             try:
                 outcome = self._start_when_fit(start) if start else self._start(0)
@@ -103,25 +107,53 @@ class LaunchJob:
                 if not start:
                     raise
                 return replace(outcome, text=f"{outcome.text}\nnot restarted: {error}")
-            if not outcome.may_retry or start == self._plan.restarts:
+            if not outcome.may_retry or (self._retries.are_used_up and not outcome.regroups):
                 return outcome
             self._notify(outcome.text)
-            if outcome.wrong_rank is not None and (reason := self._leave_out(outcome.wrong_rank)):
-                return replace(outcome, text=f"not restarted: {reason}")
-            lasted = not outcome.steps and time.monotonic() - began_s > LASTING_S
-            fruitless = 0 if outcome.steps > self._furthest or lasted else fruitless + 1
-            pause_s = min(max(FIRST_PAUSE_S, pause_s * 2), LONGEST_PAUSE_S) if fruitless else 0.0
-            self._furthest = max(self._furthest, outcome.steps)
-            if fruitless >= FRUITLESS:
-                text = f"{outcome.text}\n{FRUITLESS} starts in a row made no progress past step"
-                return replace(outcome, text=f"{text} {self._furthest}: given up")
-            pause = f" in {pause_s:g} s" if pause_s else ""
-            self._notify(f"restart {start + 1} of {self._plan.restarts}{pause}")
-            self._timeline.fail(self._watch.failed_s, self._watch.noticed_s)
-            self._timeline.pass_("ended")
-            time.sleep(pause_s)
-            self._timeline.pass_("paused")
-        raise AssertionError("a range of at least one start")
+            if reason := self._prepare_restart(outcome, time.monotonic() - began_s):
+                return replace(outcome, text=reason)
+        raise AssertionError("without end")
+
+    def _prepare_restart(self, outcome: JobOutcome, lasted_s: float) -> str | None:
+        """Choose the hosts of the next start, and wait; return the reason if there is none."""
+        if outcome.wrong_rank is not None and (reason := self._leave_out(outcome.wrong_rank)):
+            return f"not restarted: {reason}"
+        if reason := self._retries.note(outcome, lasted_s):
+            return f"{outcome.text}\n{reason}"
+        self._timeline.fail(self._watch.failed_s, self._watch.noticed_s)
+        self._timeline.pass_("ended")
+        if outcome.regroups:
+            self._absent.take_back()
+            return None
+        pause_s = self._retries.pause_s
+        pause = f" in {pause_s:g} s" if pause_s else ""
+        self._notify(f"restart {self._retries.failures} of {self._plan.restarts}{pause}")
+        self._go_on_without({self._host_of(rank) for rank in outcome.lost_ranks})
+        time.sleep(pause_s)
+        self._timeline.pass_("paused")
+        return None
+
+    def _go_on_without(self, lost: Collection[str]) -> None:
+        """Leave out those of the hosts that do not answer, if the others suffice."""
+        sessions = self._sessions.open([host for host in self._plan.hosts if host.address in lost])
+        silent = [host for host in self._plan.hosts if not _answers(sessions.get(host.address))]
+        without = {host.address for host in silent}.union(self._absent.addresses)
+        slots = sum(host.slots for host in self._plan.hosts if host.address not in without)
+        if slots < self._plan.min_workers:
+            self._absent.take_back()  # the next start waits for them
+        elif silent:
+            self._absent.leave_out(silent)
+            names = few([host.address for host in silent])
+            self._notify(f"left out until it answers again: {names}")
+
+    def _must_regroup(self) -> bool:
+        """Return whether hosts answer again that the job, which can save, goes on without."""
+        ranks, names = self._watch.ranks, few(self._absent.answering)
+        trains = all(rank.speaks and rank.step > 0 for rank in ranks)
+        if not names or not trains or len(ranks) == self._plan.workers:
+            return False
+        self._notify(f"answers again: {names}; saving, to go on with it")
+        return True
 
     def _host_of(self, rank: int) -> str:
         return [host.address for host in self._placed for _ in range(host.slots)][rank]
@@ -159,7 +191,8 @@ class LaunchJob:
     def _start(self, start: int) -> JobOutcome:
         """Start the job once, on the hosts that pass their checks, and run it to its end."""
         plan = self._plan
-        hosts = plan.hosts if start else take_slots(plan.hosts, plan.workers)
+        hosts = tuple(plan.hosts) if start else take_slots(plan.hosts, plan.workers)
+        hosts = tuple(host for host in hosts if host.address not in self._absent.addresses)
         token, job = secrets.token_hex(32), f"{os.getpid()}-{secrets.token_hex(4)}"
         with ExitStack() as stack:
             address = channel_address(hosts, plan.interface)
@@ -194,7 +227,8 @@ class LaunchJob:
                 watch=self._watch,
                 requested=lambda: list(self._stop.numbers),
                 show=self._follow,
-                may_restart=start < plan.restarts,
+                may_restart=not self._retries.are_used_up,
+                must_regroup=self._must_regroup,
             )
             stack.callback(remove_sessions_of_dead_mpiruns)
             with self._stop.noted():
@@ -203,7 +237,7 @@ class LaunchJob:
     def _follow(self, watch: Watch) -> None:
         self._show(watch)
         self._sessions.stay()
-        if line := self._timeline.follow(watch.ranks, self._furthest):
+        if line := self._timeline.follow(watch.ranks, self._retries.furthest):
             self._notify(line)
 
     def _withdraw(
@@ -230,7 +264,7 @@ class LaunchJob:
                 COMMAND: self._plan.typed,
                 STOP_WITHIN: f"{self._plan.limits.stop_within_s:g}",
             },
-            furthest=self._furthest,
+            furthest=self._retries.furthest,
         )
 
     def _place(self, hosts: Sequence[Host], report: Examination, start: int) -> JobPlan:
@@ -252,8 +286,20 @@ class LaunchJob:
             )
         for item in problems:
             self._notify(f"left out: {explain(item)}")
+        if problems:
+            self._absent.leave_out([host for host in hosts if host not in fit])
         workers, interface = min(plan.workers, slots), plan.interface or report.interface
         return replace(plan, workers=workers, hosts=take_slots(fit, workers), interface=interface)
+
+
+def _answers(session: ProbeSession | None) -> bool:
+    """Return whether the host of a session, if any, answers at once."""
+    if session is not None:
+        try:
+            session.ask({"do": "ping"}, time.monotonic() + ANSWER_S)
+        except NoAnswer:
+            return False
+    return True
 
 
 def slots_by_host(hosts: Sequence[Host], workers: int) -> dict[str, int]:

@@ -60,11 +60,13 @@ class Supervisor:
         requested: Callable[[], list[int]],
         show: Callable[[Watch], None],
         may_restart: bool = False,
+        must_regroup: Callable[[], bool] = lambda: False,
     ) -> None:
         """`command` starts horovodrun; `requested` returns the signals to stop received so far.
-        `may_restart`: whether a failure is followed by another start.
+        `may_restart`: whether a failure is followed by another start. `must_regroup` returns
+        whether the job is to save and to start again, with other hosts.
         """
-        self._may_restart = may_restart
+        self._may_restart, self._must_regroup = may_restart, must_regroup
         self._command, self._environment = command, environment
         self._channel, self._logs, self._limits = channel, logs, limits
         self._watch, self._requested, self._show = watch, requested, show
@@ -123,6 +125,10 @@ class Supervisor:
         if late and any(rank.state == "waiting" for rank in self._ranks):
             self._evidence.blame("start")
             return True
+        if self._must_regroup():
+            self._evidence.blame("regroup")
+            self._broadcast({"signal": signal.SIGTERM})
+            return True
         if silent := silent_ranks(self._ranks, self._limits):
             self._evidence.find_standstill(silent)
         return bool(silent)
@@ -140,7 +146,7 @@ class Supervisor:
             self._ask_for_stacks()
         else:
             grace_s = self._peers_grace_s()
-            if self._signals_passed_on:
+            if self._signals_passed_on or self._evidence.cause == "regroup":
                 grace_s = self._limits.stop_within_s
             if self._evidence.cause == "horovodrun":  # the workers still run and may save
                 self._broadcast({"signal": signal.SIGTERM})

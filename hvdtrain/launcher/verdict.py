@@ -35,6 +35,8 @@ class JobOutcome:
     may_retry: bool = False
     steps: int = 0  # highest step of any rank
     wrong_rank: int | None = None  # the one that computes wrongly: its host must not be used again
+    lost_ranks: tuple[int, ...] = ()  # those whose hosts cannot be reached
+    regroups: bool = False  # it has saved, to go on with more hosts
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Evidence:
     ranks: list[Rank]
     limits: Limits
     log_folder: Path
-    # What ended it first: "a rank", "start" (too slow), "silence", or "horovodrun".
+    # What ended it first: "a rank", "start" (too slow), "silence", "horovodrun", or "regroup".
     cause: str = ""
     silent: list[Rank] = field(default_factory=list)
     standstill: list[str] = field(default_factory=list)  # the ranks when it was found, in words
@@ -71,7 +73,9 @@ class Evidence:
 
 def judge(seen: Evidence) -> JobOutcome:
     """Return the outcome of a start: exit code, explanation, and whether a restart may help."""
-    outcome = partial(JobOutcome, steps=max((rank.step for rank in seen.ranks), default=0))
+    steps = max((rank.step for rank in seen.ranks), default=0)
+    lost = tuple(rank.number for rank in seen.ranks if rank.state == "lost")
+    outcome = partial(JobOutcome, steps=steps, lost_ranks=lost)
     if all(rank.state == "ended" and not rank.has_failed for rank in seen.ranks):
         if seen.requested and not all(rank.phase == ENDED for rank in seen.ranks):
             return outcome(128 + seen.requested[0], _explain_stop(seen))  # before its end
@@ -84,6 +88,8 @@ def judge(seen: Evidence) -> JobOutcome:
         if at_fault.put_down:
             return outcome(128 + seen.requested[0], text)
         return outcome(EXIT_FAILED, f"{text}:\n{_explain_failure(seen, at_fault)}")
+    if seen.cause == "regroup" and all(map(_has_stopped_well, seen.ranks)):
+        return outcome(EXIT_FAILED, "every worker has saved", True, regroups=True)
     if seen.own_pause_s:
         text = (
             f"this launcher was suspended, or its machine asleep, for {seen.own_pause_s:.0f} s: "

@@ -75,10 +75,12 @@ def report_failure(error: Exception, topology: Topology) -> int:
 
     Ranks other than 0 wait for GRACE_S first, so that a failure of all ranks is printed once.
     """
-    Pulse.from_environment().end(error)
+    pulse = Pulse.from_environment()
+    pulse.end(error)
     for observer in observers_of_failure:
         observer(error)
-    if topology.rank > 0:
+    # Under the launcher workers end one by one.
+    if topology.rank > 0 and not (pulse.is_watched and isinstance(error, Stopped)):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)

@@ -128,7 +128,7 @@ class ProbeSession:
 
     def _no_answer(self, timed_out: bool = False) -> NoAnswer:
         """Close the session; return the reason for the missing answer."""
-        self.close()
+        self.close(at_once=timed_out)
         exit_code = None if timed_out else self._process.returncode
         return NoAnswer(exit_code, self._error_text, self.noise)
 
@@ -136,8 +136,8 @@ class ProbeSession:
     def has_ended(self) -> bool:
         return self._process.returncode is not None or has_ended(self._process.pid)
 
-    def close(self) -> None:
-        """Close the probe's input, which ends it; kill it if it does not end.
+    def close(self, at_once: bool = False) -> None:
+        """Close the probe's input, which ends it; kill it if it does not end, or `at_once`.
 
         Its output stays open, since another thread may wait for a line.
         """
@@ -147,7 +147,7 @@ class ProbeSession:
                 return
             with contextlib.suppress(OSError):
                 self.input.close()
-            deadline = time.monotonic() + END_S
+            deadline = time.monotonic() + (0.0 if at_once else END_S)
             # Not reaped before it is killed, so that its pid cannot be reused.
             while not has_ended(process.pid) and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -183,10 +183,10 @@ class HostSessions:
             for session in self._sessions.values():
                 session.send(json.dumps({"do": STAY}))
 
-    def close(self, addresses: Collection[str]) -> None:
-        """End the sessions with these hosts."""
+    def close(self, addresses: Collection[str], at_once: bool = False) -> None:
+        """End the sessions with these hosts; `at_once`: they do not answer."""
         ended = {a: self._sessions.pop(a) for a in [*addresses] if a in self._sessions}
-        on_all(ProbeSession.close, ended)
+        on_all(lambda session: session.close(at_once), ended)
         for session in ended.values():
             session.output.close()
 
