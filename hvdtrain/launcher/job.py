@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hvdtrain.errors import EXIT_OK, PreflightError
 from hvdtrain.launcher.absent import AbsentHosts
@@ -15,8 +16,7 @@ from hvdtrain.launcher.addresses import ANYWHERE, LOOPBACK
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.doctor import Finding
 from hvdtrain.launcher.doctor.examination import Examination, first_address, preflight, withdraw
-from hvdtrain.launcher.doctor.sessions import HostSessions, ProbeSession
-from hvdtrain.launcher.doctor.ssh_failures import NoAnswer
+from hvdtrain.launcher.doctor.sessions import HostSessions
 from hvdtrain.launcher.horovodrun import (
     MASTER_ADDR,
     MASTER_PORT,
@@ -129,14 +129,16 @@ class LaunchJob:
         pause = f" in {pause_s:g} s" if pause_s else ""
         self._notify(f"restart {self._retries.failures} of {self._plan.restarts}{pause}")
         self._go_on_without({self._host_of(rank) for rank in outcome.lost_ranks})
-        time.sleep(pause_s)
+        if pause_s:
+            time.sleep(pause_s)
         self._timeline.pass_("paused")
         return None
 
     def _go_on_without(self, lost: Collection[str]) -> None:
         """Leave out those of the hosts that do not answer, if the others suffice."""
-        sessions = self._sessions.open([host for host in self._plan.hosts if host.address in lost])
-        silent = [host for host in self._plan.hosts if not _answers(sessions.get(host.address))]
+        lost_hosts = [host for host in self._plan.hosts if host.address in lost]
+        sessions = self._sessions.open(lost_hosts)
+        silent = [h for h in lost_hosts if not sessions[h.address].answers_within(ANSWER_S)]
         without = {host.address for host in silent}.union(self._absent.addresses)
         slots = sum(host.slots for host in self._plan.hosts if host.address not in without)
         if slots < self._plan.min_workers:
@@ -198,17 +200,8 @@ class LaunchJob:
             address = channel_address(hosts, plan.interface)
             channel = Channel(address, token)
             stack.callback(channel.close)
-            text = self._orders(token, start).as_text()
-            ticket = {"job": job, "ticket": text, "own_environment": bool(plan.ssh.hub)}
-            ticket["keeps"] = plan.restarts > 0
             stack.callback(remove_ticket, job)
-            slots = slots_by_host(hosts, plan.workers)
-            sessions = self._sessions.open(hosts)
-            report = preflight(
-                sessions, self._ssh, channel.port, ticket, PREFLIGHT_TIMEOUT_S, address, slots
-            )
-            if not plan.restarts:
-                self._sessions.close([*sessions])
+            report = self._check(hosts, channel.port, address, self._ticket(job, token, start))
             self._placed = ()
             stack.callback(self._withdraw, job, hosts, report, channel)
             plan = self._place(hosts, report, start)
@@ -234,6 +227,16 @@ class LaunchJob:
             with self._stop.noted():
                 return supervisor.run()
 
+    def _check(
+        self, hosts: Sequence[Host], port: int, address: str, ticket: Mapping[str, Any]
+    ) -> Examination:
+        """Check the hosts, and leave the ticket on them."""
+        slots, sessions = slots_by_host(hosts, self._plan.workers), self._sessions.open(hosts)
+        report = preflight(sessions, self._ssh, port, ticket, PREFLIGHT_TIMEOUT_S, address, slots)
+        if not self._plan.restarts:
+            self._sessions.close([*sessions])
+        return report
+
     def _follow(self, watch: Watch) -> None:
         self._show(watch)
         self._sessions.stay()
@@ -248,10 +251,10 @@ class LaunchJob:
         left = [host for host in hosts if host.address in report.facts.keys() - joined]
         withdraw(self._sessions.open([host for host in left if not is_local(host)]), job)
 
-    def _orders(self, token: str, start: int) -> Orders:
+    def _ticket(self, job: str, token: str, start: int) -> dict[str, Any]:
         # `python` is the one that runs hvdtrain. On nodes, the probe adds their own environment.
         here = {} if self._plan.ssh.hub else {**os.environ, "PATH": search_path(os.environ)}
-        return Orders(
+        orders = Orders(
             token=token,
             command=self._plan.restarted if start else self._plan.command,
             folders=working_folders(),
@@ -266,6 +269,9 @@ class LaunchJob:
             },
             furthest=self._retries.furthest,
         )
+        on_nodes, keeps = bool(self._plan.ssh.hub), self._plan.restarts > 0
+        text = orders.as_text()
+        return {"job": job, "ticket": text, "own_environment": on_nodes, "keeps": keeps}
 
     def _place(self, hosts: Sequence[Host], report: Examination, start: int) -> JobPlan:
         """Return the plan of this start: the first needs every host, a restart --min-np slots."""
@@ -290,16 +296,6 @@ class LaunchJob:
             self._absent.leave_out([host for host in hosts if host not in fit])
         workers, interface = min(plan.workers, slots), plan.interface or report.interface
         return replace(plan, workers=workers, hosts=take_slots(fit, workers), interface=interface)
-
-
-def _answers(session: ProbeSession | None) -> bool:
-    """Return whether the host of a session, if any, answers at once."""
-    if session is not None:
-        try:
-            session.ask({"do": "ping"}, time.monotonic() + ANSWER_S)
-        except NoAnswer:
-            return False
-    return True
 
 
 def slots_by_host(hosts: Sequence[Host], workers: int) -> dict[str, int]:

@@ -61,7 +61,7 @@ def import_all() -> bool:
     gc.disable()  # no garbage arises
     for name in MODULES:
         import_module(name)
-    import_module("hvdtrain.cli").make_parser()  # imports every command
+    import_module(OWN_COMMAND[-1]).make_parser()  # imports every command
     gc.collect()
     gc.freeze()  # the memory of all this stays shared with forks
     gc.enable()

@@ -100,6 +100,14 @@ class ProbeSession:
         except NoAnswer as error:
             return Facts({}, {"answer": error.stderr.strip() or "none in time"})
 
+    def answers_within(self, limit_s: float) -> bool:
+        """Return whether the host answers; the session is closed if it does not."""
+        try:
+            self.ask({"do": "ping"}, time.monotonic() + limit_s)
+        except NoAnswer:
+            return False
+        return True
+
     def ask_or_explain(
         self, request: Mapping[str, Any], limit_s: float, try_small_packets: bool = False
     ) -> Facts | Finding:

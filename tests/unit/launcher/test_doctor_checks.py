@@ -475,7 +475,8 @@ def test_every_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "interfaces", lambda: LAUNCHER)
     hosts = [Host(name, 2) for name in HOSTS]
     with SshSetup(hosts, SshOptions()) as ssh:
-        quick = examination.preflight(hosts, ssh, 1, None, 1.0)
+        with sessions_of(hosts, ssh) as sessions:
+            quick = examination.preflight(sessions, ssh, 1, None, 1.0)
         found = examination.examine(hosts, ssh, "runs", ring=False)
     assert called == defined
     assert [item for item in (*quick.findings, *found.findings) if item.status != "ok"] == []

@@ -41,8 +41,8 @@ def listening() -> Iterator[int]:
 def check(
     hosts: list[Host], options: SshOptions, port: int = 0, ticket: dict[str, str] | None = None
 ) -> Examination:
-    with SshSetup(hosts, options) as ssh:
-        return preflight(hosts, ssh, port, ticket, LIMIT_S)
+    with SshSetup(hosts, options) as ssh, open_sessions(hosts, ssh) as sessions:
+        return preflight(sessions, ssh, port, ticket, LIMIT_S)
 
 
 def wrong(found: Examination) -> list[Finding]:
@@ -87,8 +87,8 @@ def test_more_workers_than_a_host_has_room_for() -> None:
     workers that share cores.
     """
     many = 1_000_000
-    with SshSetup([HERE], SshOptions()) as ssh:
-        found = preflight([HERE], ssh, 0, None, LIMIT_S, slots={HERE.address: many})
+    with SshSetup([HERE], SshOptions()) as ssh, open_sessions([HERE], ssh) as sessions:
+        found = preflight(sessions, ssh, 0, None, LIMIT_S, slots={HERE.address: many})
     cores, memory = (it for it in found.findings if it.check in ("cores", "memory"))
     assert (cores.status, memory.status) == ("warn", "fail")
     assert f"{many} slots, but" in cores.text
@@ -99,9 +99,13 @@ def test_a_launcher_that_listens_on_one_network_only() -> None:
     """Fails when a host of this machine, or another, calls back to an address that nobody listens
     on: agents would wait for ever.
     """
-    with socket.create_server(("127.0.0.2", 0)) as server, SshSetup([HERE], SshOptions()) as ssh:
+    with (
+        socket.create_server(("127.0.0.2", 0)) as server,
+        SshSetup([HERE], SshOptions()) as ssh,
+        open_sessions([HERE], ssh) as sessions,
+    ):
         port = int(server.getsockname()[1])
-        found = preflight([HERE], ssh, port, None, LIMIT_S, "127.0.0.2")
+        found = preflight(sessions, ssh, port, None, LIMIT_S, "127.0.0.2")
     assert wrong(found) == []
     assert found.facts["localhost"].get("channel")["address"] == "127.0.0.2"
 
@@ -190,9 +194,10 @@ def test_a_host_that_never_answers(sshd: Sshd) -> None:
     with (
         sshd.again("ForceCommand cat > /dev/null") as options,
         SshSetup([HERE, THERE], options) as ssh,
+        open_sessions([HERE, THERE], ssh) as sessions,
     ):
         began = time.monotonic()
-        found = preflight([HERE, THERE], ssh, 0, None, 8.0)
+        found = preflight(sessions, ssh, 0, None, 8.0)
     assert time.monotonic() - began < 40
     assert "no answer in time" in the_one(found).text
     assert set(found.facts) == {"localhost"}

@@ -17,14 +17,16 @@ from hvdtrain.errors import PreflightError, Stopped
 from hvdtrain.launcher import job as recovery
 from hvdtrain.launcher import processes as stopping
 from hvdtrain.launcher.hosts import Host
-from hvdtrain.launcher.job import FRUITLESS, JobPlan, LaunchJob, channel_address
+from hvdtrain.launcher.job import JobPlan, LaunchJob, channel_address
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import StopRequests, spared_by_slurm
 from hvdtrain.launcher.ranks import Limits
+from hvdtrain.launcher.retries import FRUITLESS
 from hvdtrain.launcher.ssh import SshOptions
 from hvdtrain.launcher.verdict import JobOutcome
 
 FINE, AWAY = JobOutcome(0), PreflightError("away")
+REGROUPS = JobOutcome(1, "saved", may_retry=True, steps=8, regroups=True)
 
 
 def failed(steps: int) -> JobOutcome:
@@ -80,16 +82,18 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     [
         (0, [failed(1)], 9, [0], []),
         (3, [FINE], 0, [0], []),
-        (3, [failed(1), FINE], 0, [0, 1], [1.0]),
-        (1, [failed(1), failed(2)], 9, [0, 1], [1.0]),
-        # Ones that come further each time may go on as often as they are allowed to.
-        (9, [*(failed(n) for n in range(1, 8)), FINE], 0, list(range(8)), [1.0] * 7),
+        (3, [failed(1), FINE], 0, [0, 1], []),
+        (1, [failed(1), failed(2)], 9, [0, 1], []),
+        # Ones that come further each time may go on at once, as often as they are allowed to.
+        (9, [*(failed(n) for n in range(1, 8)), FINE], 0, list(range(8)), []),
         # Ones that do not are tried less and less, and given up.
-        (9, [failed(5)] * 9, 9, [0, 1, 2, 3], [1.0, 2.0, 4.0]),
-        (9, [failed(0)] * 9, 9, [0, 1, 2], [2.0, 4.0]),
+        (9, [failed(5)] * 9, 9, [0, 1, 2, 3], [1.0, 2.0]),
+        (9, [failed(0)] * 9, 9, [0, 1, 2], [1.0, 2.0]),
         (9, [JobOutcome(2, "usage")], 2, [0], []),
+        # One that takes hosts back has not failed.
+        (1, [REGROUPS, failed(9), REGROUPS, FINE], 0, [0, 1, 2, 3], []),
         # A host that comes back in time is waited for, within one restart.
-        (1, [failed(1), AWAY, AWAY, FINE], 0, [0, 1, 1, 1], [1.0, 1.0, 2.0]),
+        (1, [failed(1), AWAY, AWAY, FINE], 0, [0, 1, 1, 1], [1.0, 2.0]),
     ],
 )
 def test_restarts(
