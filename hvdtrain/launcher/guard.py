@@ -28,7 +28,7 @@ from hvdtrain.launcher.horovodrun import HOROVODRUN_PREFIXES
 from hvdtrain.launcher.processes import reap, send_signal
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.launcher.worker import PR_SET_PDEATHSIG, become_subreaper, kill_descendants
-from hvdtrain.pulse import MEMORY_DIR
+from hvdtrain.pulse import MEMORY_DIR, RESTART, RING_TOKEN
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 BEGINNING_S = 10.0  # for a standby to listen, after which it imports
@@ -40,7 +40,10 @@ READ_AT_LOAD = (
     *("ATEN_", "CUDA_", "DNNL_", "GLIBC_", "GOMP_", "HIP_", "KMP_", "LANG", "LC_", "LD_"),
     *("MALLOC_", "MKL", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TZ"),
 )
-OF_START = (*HOROVODRUN_PREFIXES, "HVDTRAIN_", "LOCAL_", "MASTER_", "RANK", "WORLD_SIZE")
+OF_START = (
+    *HOROVODRUN_PREFIXES,
+    *("LOCAL_", "MASTER_", "RANK", "WORLD_SIZE", RESTART, RING_TOKEN, "HVDTRAIN_MASTER_"),
+)
 STREAMS = (0, 1, 2)
 F_SETSIG = 10  # linux/fcntl.h, which Python's fcntl does not name before 3.14
 

@@ -21,7 +21,7 @@ import psutil
 from hvdtrain.lab.hosts.node import HostProcess
 from hvdtrain.launcher.timeline import BACK as BACK_AFTER
 from tests.hosts.namespaces import Cluster
-from tests.parallel.launching import hvdtrain, kill_all
+from tests.parallel.launching import hvdtrain, kill_all, rank_of
 
 SLOTS = (1, 2, 1)
 CHECKPOINT_EVERY = 5
@@ -145,7 +145,7 @@ class Scene:
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 words = process.cmdline()
                 if "hvdtrain.cli" in words and "train" in words and "launch" not in words:
-                    workers[int(process.environ().get("RANK", -1))] = process
+                    workers[rank_of(process)] = process
         chosen = self.dice.choice(sorted(workers)) if rank is None else rank
         return workers[chosen]
 

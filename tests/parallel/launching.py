@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,13 @@ def marked(mark: str) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             continue
     return found
+
+
+def rank_of(process: psutil.Process) -> int:
+    """The rank of a worker, which the command line of a standby's fork has at its end."""
+    if fork := re.search(r"\[rank (\d+)\]$", " ".join(process.cmdline()).strip()):
+        return int(fork[1])
+    return int(process.environ().get("RANK", -1))
 
 
 def wait_until_gone(mark: str) -> list[psutil.Process]:

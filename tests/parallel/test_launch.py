@@ -24,6 +24,7 @@ from tests.parallel.launching import (
     hvdtrain,
     kill_all,
     marked,
+    rank_of,
     run,
     wait_until_gone,
 )
@@ -72,9 +73,12 @@ class Job:
     def worker(self, rank: int) -> psutil.Process:
         """The process of a rank; not its agent."""
         for process in marked(self._mark):
-            if "hvdtrain.cli" in process.cmdline() and process.environ().get("RANK") == str(rank):
+            if "hvdtrain.cli" in process.cmdline() and rank_of(process) == rank:
                 return process
         raise AssertionError(f"no rank {rank} in\n{self.text}")
+
+    def processes(self) -> list[psutil.Process]:
+        return marked(self._mark)
 
     def end(self) -> int:
         """The exit code; fails when anything of the job is left."""
