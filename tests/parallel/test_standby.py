@@ -12,7 +12,7 @@ import pytest
 from tests.parallel.experiments import summary_and_weights, train
 from tests.parallel.test_launch import STARTED_S, TRAIN, Job, launch, read_summary, started
 
-FLAGS = [*TRAIN[1:], "--max-steps=500", "--virtual-workers=2", "--eval-interval=1000"]
+FLAGS = [*TRAIN[1:], "--max-steps=200", "--virtual-workers=2", "--eval-interval=1000"]
 JOB_FOLDERS = Path("/dev/shm")
 
 
