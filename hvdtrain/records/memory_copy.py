@@ -126,10 +126,8 @@ class HeldCopy(NamedTuple):
     steps: tuple[int, ...] = ()  # of its checkpoints, good or damaged
 
 
-def held_copy(folder: Path | None) -> HeldCopy:
+def held_copy(folder: Path) -> HeldCopy:
     """Return what a host has in memory of the run whose copy the folder is."""
-    if folder is None:
-        return HeldCopy()
     steps = (step_of(path.name) for path in Checkpoints(folder / CHECKPOINTS, 1).complete())
     return HeldCopy(_text(folder / RUN_FILE), _text(folder / JOB_FILE), tuple(steps))
 

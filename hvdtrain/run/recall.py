@@ -72,7 +72,8 @@ def find_run(
 
     run_on_all(exchange, "storage", fetch)
     if run.memory_interval and run.resume == AUTO:
-        recall(config.folder, exchange, local_rank, beat)
+        copy = folder_in_memory(config.experiment) if local_rank == 0 else None
+        recall(config.folder, copy, exchange, beat)
     return run_on_all(exchange, "resume", lambda: find_resumable(config, exchange))
 
 
@@ -83,15 +84,17 @@ class _Wanted(NamedTuple):
     held: Sequence[tuple[int, int]] = ()  # step and rank, the newest first
 
 
-def recall(run: Path, exchange: Exchange, local_rank: int, beat: Callable[[], object]) -> None:
+def recall(
+    run: Path, copy: Path | None, exchange: Exchange, beat: Callable[[], object] = lambda: None
+) -> None:
     """Collective: copy the newest good checkpoint that a host has in memory, with the records up to
-    it, to the run's folder on rank 0, unless the disk has one as new.
+    it, to the run's folder on rank 0, unless the disk has one as new. `copy`: the folder of the
+    run's copy in the memory of this host; None on all but its first rank.
 
     Other runs are left alone; damaged checkpoints are skipped, with a notice. Raises AgreedFailure
     if the folder has another run than the job's, or cannot be written.
     """
-    copy = folder_in_memory(run.name)
-    here = held_copy(copy) if copy and local_rank == 0 else HeldCopy()
+    here = held_copy(copy) if copy else HeldCopy()
     held = exchange.all_gather_object(here, "hvdtrain.memory.held")
     with ExitStack() as locked:
         wanted = run_on_all(
