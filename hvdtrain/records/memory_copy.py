@@ -179,6 +179,7 @@ class IncomingCopy:
             sync(path)
         for file in records:
             self._partial(file).replace(self._run / file)
+        sync(self._run)
         put_in_place(self._checkpoint, self._run / CHECKPOINTS / name)
         sync(self._run / CHECKPOINTS)
         say(f"resume: {name} {source} is newer than what {self._run} has: copied there")
