@@ -84,8 +84,8 @@ def open_memory(interval: int, run: Path, exchange: Exchange, ledger: Ledger) ->
         return None
     others = (rank for rank, host in enumerate(hosts) if host != hosts[0] and roots[rank])
     partner = next(others, None)
-    given = (run_id_of(run), ledger.takeaway) if exchange.rank == 0 else None
-    run_id, takeaway = exchange.broadcast_object(given, "hvdtrain.memory.run")
+    of_rank_0 = (run_id_of(run), ledger.takeaway) if exchange.rank == 0 else None
+    run_id, takeaway = exchange.broadcast_object(of_rank_0, "hvdtrain.memory.run")
     if exchange.rank == 0:
         second = "" if partner is None else f" and {hosts[partner]}"
         say(f"memory: the state of every step {interval} on {hosts[0]}{second}")

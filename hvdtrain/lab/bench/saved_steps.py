@@ -18,8 +18,7 @@ from hvdtrain.train.state import capture
 BACKGROUND, WAITED = "in the background", "waited for"
 MEMORY_EVERY = 20
 IN_MEMORY = f"in memory, every {MEMORY_EVERY}th step"
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "hvdtrain-bench-"
+SHARED_MEMORY = Path("/dev/shm")  # of Linux
 
 
 @contextmanager
@@ -30,8 +29,7 @@ def saving_steps(
     every MEMORY_EVERY steps. Ranks 0 and 1 have a copy in memory each, as on two hosts.
     """
     checkpoints = Checkpoints(folder, keep=2)
-    in_memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=in_memory) as root:
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", dir=SHARED_MEMORY) as root:
         copy = MemoryCopy(Path(root, "run"), "", {}) if exchange.rank < 2 else None
         memory = RunMemory(exchange, folder, copy)
 
@@ -39,8 +37,8 @@ def saving_steps(
             snapshot = capture(job, state, exchange, {})
             if snapshot is not None:
                 checkpoints.save(snapshot, is_best=False)
-                if waits:
-                    checkpoints.wait()
+            if waits:
+                checkpoints.wait()
 
         def save_in_memory(state: State) -> None:
             progress = memory.share({"trace": None})
