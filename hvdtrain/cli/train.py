@@ -19,7 +19,8 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
             say(dump_yaml(config))
         return EXIT_OK
     with quick_imports():  # of torch: only for a valid configuration
-        from hvdtrain.run.training import join_session, of_this_job, training_run
+        from hvdtrain.run.recall import of_this_job
+        from hvdtrain.run.training import join_session, training_run
         from hvdtrain.train.loop import TrainingLoop, train
 
     joined = join_session(config, topology, ["hvdtrain", *sys.argv[1:]])

@@ -297,6 +297,11 @@ class RunConfig(FlagGroup):
     checkpoint_interval: int = free_flag(
         0, "save every so many steps, besides at each evaluation (0: only then)", NOT_NEGATIVE
     )
+    memory_interval: int = free_flag(
+        0,
+        "save every so many steps in memory, on two hosts, for restarts by launch (0: never)",
+        NOT_NEGATIVE,
+    )
     keep_checkpoints: int = free_flag(3, "keep this many checkpoints, besides the best", POSITIVE)
     profile: str | None = free_flag(
         None,

@@ -48,6 +48,7 @@ class LoopOptions(TypedDict, total=False):
     eval_interval: int
     eval_every: int
     checkpoint_interval: int
+    memory_interval: int
     keep_checkpoints: int
     profile: str | None
     log_to: str | None

@@ -64,6 +64,31 @@ def run_id_of(folder: Path) -> str:
     return ""
 
 
+def problem_of(checkpoint: Path, run_id: str) -> str:
+    """Return why a checkpoint that was copied here is not a good one of the run, or an empty text.
+    Of a run without an id, as early ones are, any good one is.
+    """
+    # Imports torch, which the launcher does without.
+    from hvdtrain.train.checkpoint import DamagedCheckpoint, load_state, read_manifest
+
+    try:
+        load_state(checkpoint)
+        other = run_id and read_manifest(checkpoint).get("run") not in (None, run_id)
+    except DamagedCheckpoint as error:
+        return f"damaged: {error}"
+    return "of another run" if other else ""
+
+
+def put_in_place(new: Path, final: Path) -> None:
+    """Give a checkpoint that was copied here its name. Raises OSError."""
+    from hvdtrain.train.checkpoint import REPLACED, Checkpoints
+
+    if final.exists():  # a damaged one
+        final.rename(final.with_name(f".{final.name}{REPLACED}"))
+    new.rename(final)
+    Checkpoints(final.parent, keep=1).put_back()
+
+
 def numbering(folder: Path, path: Path) -> str:
     """Return the line that reports the folder taken instead of `folder`."""
     return f"{folder} holds another run: this one is {path} (to continue the other: resume auto)"

@@ -50,6 +50,7 @@ class Ledger:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, keep=0)  # that this rank writes
+        self.takeaway: dict[str, Any] = {}  # for users of checkpoints, on rank 0
 
     def interval_end(self, totals: Totals, lr: float) -> None:
         """Record a logged step."""
@@ -125,10 +126,10 @@ class RunLedger(Ledger):
         self.checkpoints.written.append(lambda name: pulse.saved(step_of(name)))
         self._uploader = upload_of(directory.path, config, self.checkpoints)
         self._job, self._pulse, self._gpu = job, pulse, GpuMeter(job.device)
-        self._takeaway = job.task.takeaway() | {"config": config}
+        self.takeaway = job.task.takeaway() | {"config": config}
         step, before = (resumed["step"], resumed["progress"]) if resumed else (0, {})
         self._console = Console(job.total_steps, is_live(exchange, sys.stdout), step)
-        self._events = EventLog(directory, step, self._takeaway.get("classes", ()), trackers)
+        self._events = EventLog(directory, step, self.takeaway.get("classes", ()), trackers)
         self._evaluated = _evaluated_figures(job)
         head = before.get("trace")
         self._trace = TraceFile(directory, origin_of(config, job.fingerprints), head)
@@ -213,7 +214,7 @@ class RunLedger(Ledger):
         best = self._summary["best"] or {}
         is_best = evaluation is not None and best.get("step") == snapshot.step
         self._trace.sync()
-        self.checkpoints.save(snapshot, is_best, self._takeaway | {"trace": self._summary["trace"]})
+        self.checkpoints.save(snapshot, is_best, self.takeaway | {"trace": self._summary["trace"]})
 
     def is_uploaded(self, wait_s: float) -> bool:
         return self._uploader is None or self._uploader.wait(wait_s)
@@ -243,7 +244,7 @@ class RunLedger(Ledger):
         self._directory.write_summary(self._summary)
         self._ended = True
         self._console.close()
-        say(final_lines(self._summary, self._takeaway["config"], str(self._directory.path)))
+        say(final_lines(self._summary, self.takeaway["config"], str(self._directory.path)))
         if self._uploader:
             self._uploader.finish(self._pulse.beat)
 
@@ -264,13 +265,13 @@ class RunLedger(Ledger):
     def give_up(self, error: Stopped) -> None:
         left = self.checkpoints.abandon()
         self.fail(error)
-        complain(f"hvdtrain: {error}\n{way_on(left, 'script' in self._takeaway['config'])}")
+        complain(f"hvdtrain: {error}\n{way_on(left, 'script' in self.takeaway['config'])}")
 
     def close(self) -> None:
         """Close all files and release the run directory; after a stop, print how to continue."""
         self._console.close()
         if self._summary["status"] == "stopped":
-            say(way_on(self.checkpoints.complete(), "script" in self._takeaway["config"]))
+            say(way_on(self.checkpoints.complete(), "script" in self.takeaway["config"]))
         self._events.close(self._summary)
         if self._uploader and not self._ended:
             # Only then is the error printed, and of several workers one that fails is soon killed.

@@ -28,6 +28,8 @@ from hvdtrain.records.folders import (
     SUMMARY,
     TRACE,
     is_locked,
+    problem_of,
+    put_in_place,
     run_id_of,
 )
 from hvdtrain.records.stored_files import StorageFailure, StoredFiles, translated
@@ -83,7 +85,7 @@ class Storage(StoredFiles):
                 "be copied: move one of them away, or choose another --experiment"
             )
         stored = self._complete(self._checkpoints(run))
-        good = next(filter(_is_good, here), None) if stored else None
+        good = next((path for path in here if not problem_of(path, "")), None) if stored else None
         since = step_of(good.name) if good else -1
         newer = [name for name in stored if step_of(name) > since]
         if not newer:
@@ -158,33 +160,16 @@ class Storage(StoredFiles):
         """Download a checkpoint and return whether it is a good one of the run; print the problem
         of another.
         """
-        from hvdtrain.train.checkpoint import (
-            PARTIAL,
-            REPLACED,
-            Checkpoints,
-            DamagedCheckpoint,
-            load_state,
-            read_manifest,
-        )
+        from hvdtrain.train.checkpoint import PARTIAL
 
         final, source = folder / CHECKPOINTS / name, f"{self.output}/{folder.name}"
         new = final.with_name(f".{name}{PARTIAL}")
-        try:
-            self._download(f"{folder.name}/{CHECKPOINTS}/{name}", new, beat)
-            load_state(new)
-            problem = ""
-            if run_id and read_manifest(new).get("run") not in (None, run_id):
-                problem = "of another run"
-        except DamagedCheckpoint as error:
-            problem = f"damaged: {error}"
-        if problem:
+        self._download(f"{folder.name}/{CHECKPOINTS}/{name}", new, beat)
+        if problem := problem_of(new, run_id):
             say(f"resume: skipping {name} in {source}, which is {problem}")
             rmtree(new)
             return False
-        if final.exists():  # a damaged one
-            final.rename(final.with_name(f".{name}{REPLACED}"))
-        new.rename(final)
-        Checkpoints(final.parent, keep=1).put_back()
+        put_in_place(new, final)
         return True
 
     def _download(self, checkpoint: str, folder: Path, beat: Callable[[], object]) -> None:
@@ -266,16 +251,6 @@ def local_copy(source: str) -> Iterator[str]:
     output, _, run = run.rpartition("/")
     with TemporaryDirectory(prefix="hvdtrain-") as folder:
         yield str(Storage(output).copy(run, name, Path(folder)))
-
-
-def _is_good(checkpoint: Path) -> bool:
-    """Return whether a checkpoint in a folder here is what was written."""
-    from hvdtrain.train.checkpoint import DamagedCheckpoint, load_state
-
-    with suppress(DamagedCheckpoint):
-        load_state(checkpoint)
-        return True
-    return False
 
 
 def _keep_summary_of(folder: Path, step: int) -> None:

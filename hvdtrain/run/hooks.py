@@ -3,7 +3,7 @@
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,7 +21,9 @@ from hvdtrain.pulse import Pulse
 from hvdtrain.records.ledger import Ledger
 from hvdtrain.records.provenance import changes, machine
 from hvdtrain.ring.orders import KnownOrder
+from hvdtrain.run.memory import RunMemory
 from hvdtrain.run.stop import StopSignals
+from hvdtrain.train.checkpoint import Snapshot
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.interfaces import Audit
 from hvdtrain.train.job import Job
@@ -153,6 +155,7 @@ class RunKeeper:
     ledger: Ledger
     signals: StopSignals
     pulse: Pulse
+    memory: RunMemory | None = None
 
     def stop_requested(self) -> bool:
         self.signals.alive()
@@ -165,16 +168,33 @@ class RunKeeper:
         self.signals.saving()
         self.pulse.beat("save")
         self.ledger.checkpoints.wait()  # before the next copy of the state is made
-        self.pulse.beat("exchange")
-        snapshot = capture(job, state, self.exchange, progress)
-        self.pulse.beat("save")
+        snapshot = self._captured(job, state, progress)
         self.ledger.saved(snapshot, evaluation)
+        if self.memory is not None:
+            self.memory.save(snapshot, on_disk=True)
         self.signals.alive()
+
+    def save_in_memory(self, job: Job, state: State) -> None:
+        if self.memory is not None:
+            self.memory.save(self._captured(job, state, self.ledger.progress()), on_disk=False)
+            self.signals.alive()
+
+    def _captured(self, job: Job, state: State, progress: dict[str, Any]) -> Snapshot | None:
+        """Collective: return the state, on rank 0 and on its partner."""
+        self.pulse.beat("exchange")
+        is_partner = False
+        if self.memory is not None:
+            progress, is_partner = self.memory.share(progress), self.memory.is_partner
+        snapshot = capture(job, state, self.exchange, progress, is_partner)
+        self.pulse.beat("save")
+        return snapshot
 
     def stop(self) -> NoReturn:
         """Collective: raise Stopped on all ranks with the highest signal that any received."""
         self.signals.saving()
         self.ledger.checkpoints.wait()
+        if self.memory is not None:
+            self.memory.wait()
         while True:  # the others wait for rank 0's upload, and show that they are alive
             answer = self.signals.requested, self.ledger.is_uploaded(UPLOAD_LOOK_S)
             self.signals.alive()

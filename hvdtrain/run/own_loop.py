@@ -27,6 +27,7 @@ from hvdtrain.data.loader_order import has_batch_size
 from hvdtrain.errors import UsageError, refuse
 from hvdtrain.exchange import Exchange, SingleProcess
 from hvdtrain.log import report_uncaught
+from hvdtrain.run.recall import of_this_job
 from hvdtrain.run.resume import take_last_state
 from hvdtrain.run.script import (
     Evaluate,
@@ -41,7 +42,7 @@ from hvdtrain.run.script import (
     next_loop,
 )
 from hvdtrain.run.script_input import Samples, problems_of, read_options, read_samples
-from hvdtrain.run.training import Session, TrainingRun, join_session, of_this_job, training_run
+from hvdtrain.run.training import Session, TrainingRun, join_session, training_run
 from hvdtrain.tasks import Finalize
 from hvdtrain.topology import Topology
 from hvdtrain.train.evaluate import Evaluation

@@ -172,6 +172,7 @@ def _intervals(settings: RunConfig, hash_every: int) -> Intervals:
         evaluation=settings.eval_interval,
         evaluation_steps=settings.eval_every,
         checkpoint=settings.checkpoint_interval,
+        memory=settings.memory_interval,
         hash=hash_every,
     )
 

@@ -113,14 +113,19 @@ def find_resumable(config: TrainConfig, exchange: Exchange) -> Resumable | None:
             f"--resume={config.run.resume}: there is no run in {folder}, which --output and "
             f"--experiment name. {_way_to(Path(config.run.resume))}"
         )
-    # If the launcher has restarted the job, an earlier, disconnected rank 0 may still be ending.
-    wait_s = LOCK_WAIT_S if os.environ.get(RESTART, "0") != "0" else 0.0
-    directory = RunDirectory(folder, reopen=True, wait_s=wait_s)
+    directory = RunDirectory(folder, reopen=True, wait_s=lock_wait_s())
     try:
         return _resumable_in(directory, config, exchange.size)
     except BaseException:
         directory.close()
         raise
+
+
+def lock_wait_s() -> float:
+    """Return the seconds to wait for the lock of a run: if the launcher has restarted the job, an
+    earlier, disconnected rank 0 may still be ending.
+    """
+    return LOCK_WAIT_S if os.environ.get(RESTART, "0") != "0" else 0.0
 
 
 def refuse_changed_data(

@@ -22,25 +22,26 @@ from hvdtrain.exchange.connect import connect
 from hvdtrain.exchange.waiting import LIMIT as STALL_LIMIT
 from hvdtrain.exchange.waiting import TRAIN_LIMIT_S as STALL_LIMIT_S
 from hvdtrain.log import say
-from hvdtrain.pulse import JOB, RESTART, WAITING, Pulse, stop_within_s
+from hvdtrain.pulse import JOB, WAITING, Pulse, stop_within_s
 from hvdtrain.records.console import final_lines, header
 from hvdtrain.records.directory import RunDirectory, new_directory
 from hvdtrain.records.folders import PROFILE
 from hvdtrain.records.ledger import Ledger, RunLedger
 from hvdtrain.records.provenance import provenance
-from hvdtrain.records.storage_start import claim_name, name_of_job, open_storage, taken_names
-from hvdtrain.records.trackers import check_trackers, open_trackers
+from hvdtrain.records.storage_start import claim_name, taken_names
+from hvdtrain.records.trackers import open_trackers
 from hvdtrain.records.uploader import finish_upload
 from hvdtrain.ring.orders import KnownOrder
 from hvdtrain.run.balance import balance, follower_of
 from hvdtrain.run.hooks import RunKeeper, StepProfiler, find_order, make_audits
+from hvdtrain.run.memory import open_memory
 from hvdtrain.run.micro_batch import fit_micro_batch
 from hvdtrain.run.prepare import prepare
 from hvdtrain.run.process import keep_freed_memory, leave_at_once, leave_together, report_failure
+from hvdtrain.run.recall import find_run
 from hvdtrain.run.resume import (
     Resumable,
     Resumed,
-    find_resumable,
     refuse_changed_build,
     refuse_changed_data,
 )
@@ -129,7 +130,8 @@ def training_run(config: TrainConfig, session: Session) -> Iterator[TrainingRun 
     """
     exchange = session.exchange
     session.pulse.beat("prepare" if exchange.rank == 0 else WAITING)  # for what it may download
-    resumable = run_on_all(exchange, "resume", lambda: _find_resumable(config, session))
+    local_rank, beat = session.topology.local_rank, session.pulse.beat
+    resumable = find_run(config, exchange, local_rank, beat)
     try:
         resumed: Resumed = exchange.broadcast_object(
             resumable.resumed if resumable else Resumed(), "hvdtrain.resumed"
@@ -249,7 +251,8 @@ def _make_ready(
         leave_at_once(error.exit_code, lambda: ledger.give_up(error))
 
     signals.training_starts(note=ledger.fail, give_up=give_up)
-    keeper = RunKeeper(exchange, ledger, signals, session.pulse)
+    memory = open_memory(config.run.memory_interval, config.folder, exchange, ledger)
+    keeper = RunKeeper(exchange, ledger, signals, session.pulse, memory)
     hook = session.script.on_evaluation if session.script else None
 
     def finish(outcome: Outcome) -> None:
@@ -257,30 +260,12 @@ def _make_ready(
         profiler.close()
         audit.close()
         ledger.finish(outcome)
+        if memory:
+            memory.remove()
 
     balancer = follower_of(config, job, exchange, state.step)
     hooks = Hooks(audit, ledger, keeper, profiler, hook, balancer)
     return TrainingRun(job, state, hooks, finish, config.folder)
-
-
-def of_this_job(config: TrainConfig, exchange: Exchange) -> TrainConfig:
-    """Collective: return the configuration under which a restarted job resumes the run that it has
-    begun itself, which may have got another name.
-    """
-    if os.environ.get(RESTART, "0") == "0":
-        return config
-    run, job = config.run, os.environ.get(JOB) if exchange.rank == 0 else None
-    name = run_on_all(exchange, "own_run", lambda: name_of_job(run.output, config.folder, job))
-    if name := exchange.broadcast_object(name, "hvdtrain.own_run"):
-        run = replace(run, experiment=name, resume=AUTO)
-    return replace(config, run=run)
-
-
-def _find_resumable(config: TrainConfig, session: Session) -> Resumable | None:
-    if session.exchange.rank == 0:
-        check_trackers(config.run.log_to)
-        open_storage(config.run.output, config.folder, config.run.resume, session.pulse.beat)
-    return find_resumable(config, session.exchange)
 
 
 def _take_directory(

@@ -71,6 +71,9 @@ class Keeper(Protocol):
     def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
         """Collective: save the state between two steps."""
 
+    def save_in_memory(self, job: Job, state: State) -> None:
+        """Collective: save the state in the memory of hosts alone, if the run has such copies."""
+
     def stop(self) -> NoReturn:
         """Collective: end the run, whose state is saved, by raising Stopped."""
 

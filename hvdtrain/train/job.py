@@ -34,7 +34,13 @@ class Intervals:
     evaluation: int
     evaluation_steps: int = 0
     checkpoint: int = 0
+    memory: int = 0
     hash: int = 0
+
+    @staticmethod
+    def is_due(interval: int, step: int) -> bool:
+        """Return whether an action of this interval follows the step."""
+        return interval > 0 and step % interval == 0
 
 
 class Stateful(Protocol):

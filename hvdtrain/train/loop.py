@@ -53,8 +53,11 @@ class TrainingLoop:
                 yield self._begin_step(data)
                 self._end_step()
                 evaluated = self._evaluate_if_due()
-                due = job.intervals.checkpoint and state.step % job.intervals.checkpoint == 0
-                if due or evaluated or meter.stop_agreed:
+                due = evaluated or job.intervals.is_due(job.intervals.checkpoint, state.step)
+                in_memory = job.intervals.is_due(job.intervals.memory, state.step)
+                if in_memory and not due and not meter.stop_agreed:
+                    self._hooks.keeper.save_in_memory(job, state)  # may learn of a stop
+                if due or meter.stop_agreed:
                     self._save(evaluated)
                 if meter.stop_agreed and not (evaluated and self._is_over):
                     self._hooks.keeper.stop()

@@ -31,11 +31,14 @@ from hvdtrain.train.worker_state import WorkerState
 AVERAGED = "module."  # before each name in the state of a moving average
 
 
-def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -> Snapshot | None:
+def capture(
+    job: Job, at: State, exchange: Exchange, progress: dict[str, Any], is_partner: bool = False
+) -> Snapshot | None:
     """Collective: return a copy of the content of a checkpoint on rank 0; None elsewhere.
 
-    `progress`: further plain values of rank 0 to save. Raises TrainingError if parameters differ
-    between ranks, naming the ranks, or if the state is not finite, naming the first such tensor:
+    `progress`: further plain values of rank 0 to save. `is_partner`: return one on this rank too.
+    Raises TrainingError if parameters differ between ranks, naming the ranks, or if the state is
+    not finite, naming the first such tensor:
     such a state is never saved.
     """
     at.meter.collect()
@@ -44,7 +47,7 @@ def capture(job: Job, at: State, exchange: Exchange, progress: dict[str, Any]) -
     of_rank = job.workers.states(), at.early_end.requested
     of_ranks = exchange.all_gather_object(of_rank, "hvdtrain.rank_states")
     gathered, requests = zip(*of_ranks, strict=True)
-    models = _copied_models(job, exchange.rank == 0)
+    models = _copied_models(job, exchange.rank == 0 or is_partner)
     snapshot, problem = None, None
     if models:
         requested = next(filter(None, requests), None)

@@ -210,6 +210,7 @@ class MemoryKeeper:
         self._stop_at = stop_at
         self.asked = 0
         self.snapshot: Snapshot | None = None
+        self.saved_in_memory: list[int] = []
 
     def stop_requested(self) -> bool:
         self.asked += 1
@@ -217,6 +218,9 @@ class MemoryKeeper:
 
     def save(self, job: Job, state: State, evaluation: Evaluation | None) -> None:
         self.snapshot = capture(job, state, self._exchange, {})
+
+    def save_in_memory(self, job: Job, state: State) -> None:
+        self.saved_in_memory.append(state.step)
 
     def stop(self) -> NoReturn:
         raise Stopped(15)

@@ -6,7 +6,6 @@ gloo with that of torch.distributed over Gloo. All of these work in place. Horov
 information (it copies its input, and waits for its next cycle).
 """
 
-import itertools
 import os
 import statistics
 import tempfile
@@ -41,6 +40,7 @@ from hvdtrain.lab.bench.loops import (
     script_step,
 )
 from hvdtrain.lab.bench.rounds import Ratio, columns, paired, plan_of, ratio_lines
+from hvdtrain.lab.bench.saved_steps import saving_steps
 from hvdtrain.lab.bench.saving import Used
 from hvdtrain.lab.findings import Findings, publish
 from hvdtrain.log import counted
@@ -51,18 +51,14 @@ from hvdtrain.ring.transports.mpi import MpiTransport
 from hvdtrain.run.process import keep_freed_memory
 from hvdtrain.tensors import CPU
 from hvdtrain.topology import Topology
-from hvdtrain.train.checkpoint import Checkpoints
 from hvdtrain.train.interfaces import Audit
-from hvdtrain.train.metering import Meter
-from hvdtrain.train.progress import State
-from hvdtrain.train.state import capture
 
 PARTS = 100
 RARELY = 100  # steps between whole audits
 OFTEN = 10  # steps between records of a trace
 WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every step"
 TRACED, COMPUTED = "trace of every step", "computation at every step"
-NO_CHECKPOINTS, BACKGROUND, WAITED = "no checkpoints", "in the background", "waited for"
+NO_CHECKPOINTS = "no checkpoints"
 OURS, VIRTUAL = "hvdtrain", "hvdtrain, virtual workers"
 BARE_HOROVOD, BARE_ALONE = "bare Horovod loop", "bare single-device loop"
 SCRIPT, OVER_LOADER = "hvdtrain.Loop", ", over a DataLoader"
@@ -215,40 +211,17 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
 
 
 def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
-    """Collective: measure the seconds per step without and with a checkpoint in every round; on one
-    worker also the memory of checkpoints of `options.megabytes`.
+    """Collective: measure the seconds per step without and with a checkpoint in every round, and
+    with copies in memory; on one worker also the memory of checkpoints of `options.megabytes`.
     """
     job = make_job(options, exchange)
     step = our_step(job, exchange)
-
-    def saves(checkpoints: Checkpoints, wait: bool) -> Callable[[], None]:
-        numbers, meter = itertools.count(1), Meter(exchange, job.sampler.samples)
-
-        def step_and_save() -> None:
-            step()
-            number = next(numbers)
-            if number % options.steps != options.steps // 2:  # in the middle of a round
-                return
-            snapshot = capture(job, State(meter, number, number), exchange, {})
-            if snapshot is not None:
-                checkpoints.save(snapshot, is_best=False)
-                if wait:
-                    checkpoints.wait()
-
-        return step_and_save
-
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-        checkpoints = Checkpoints(Path(folder), keep=2)
-        contestants = {
-            NO_CHECKPOINTS: step,
-            BACKGROUND: saves(checkpoints, wait=False),
-            WAITED: saves(checkpoints, wait=True),
-        }
-        seconds = run_rounds(contestants, options, exchange)
-        checkpoints.wait()
+        with saving_steps(job, step, exchange, options.steps, Path(folder, "disk")) as saving_ones:
+            seconds = run_rounds({NO_CHECKPOINTS: step, **saving_ones}, options, exchange)
         alone = exchange.size == 1
         memory = saving.measure(options.megabytes, Path(folder, "memory")) if alone else {}
-    pairs = {name: (name, NO_CHECKPOINTS) for name in (BACKGROUND, WAITED)}
+    pairs = {name: (name, NO_CHECKPOINTS) for name in saving_ones}
     return Measured(seconds, paired(seconds, pairs), used=memory)
 
 

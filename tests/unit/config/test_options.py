@@ -23,7 +23,7 @@ ZERO_IS_FINE = {
     *("lr", "momentum", "weight_decay", "model_ema_decay", "warmup_epochs", "seed"),
     *("hflip", "crop_padding", "workers"),
     *("audit_every", "hash_every", "trace_every", "audit_compute"),
-    "checkpoint_interval",
+    *("checkpoint_interval", "memory_interval"),
     "eval_every",
 }
 # What an option needs to have an effect.
@@ -138,7 +138,7 @@ def test_options_that_are_learned_are_distinguished_from_the_rest() -> None:
         *("checkpoint_interval", "keep_checkpoints", "audit", "audit_parts", "workers"),
         *("eval_every", "log_to", "pretrained", "profile", "max_image_pixels", "single_worker"),
         *("trace_every", "audit_compute", "bucket_bytes", "grad_checkpointing"),
-        *("micro_batch", "eval_batch_size"),
+        *("micro_batch", "eval_batch_size", "memory_interval"),
     }
     assert {name for name, option in OPTIONS.items() if not option.learns} == free
 
