@@ -34,10 +34,9 @@ from hvdtrain.errors import EXIT_MISMATCH, EXIT_USAGE, ComputeMismatch, PeerFail
 PULSE_FD = "HVDTRAIN_PULSE_FD"
 RESTART = "HVDTRAIN_RESTART"  # how often the launcher has started this job again
 JOB = "HVDTRAIN_JOB"  # names a job over all its starts
-MEMORY_DIR = "HVDTRAIN_MEMORY_DIR"  # a folder in memory on each host, for all starts of a job
+MEMORY_DIR = "HVDTRAIN_MEMORY_DIR"  # private, in memory on each host, for all starts of a job
 COMMAND = "HVDTRAIN_COMMAND"  # the command line of the launcher
 STOP_WITHIN = "HVDTRAIN_STOP_WITHIN_S"  # from a signal to stop until what still runs is killed
-MEMORY_DIR = "HVDTRAIN_MEMORY_DIR"  # a private folder in memory that lasts over all starts of a job
 RING_TOKEN = "HVDTRAIN_RING_TOKEN"  # a secret of the workers of one start, for the ring's sockets
 STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)  # 0: on Windows, where no worker runs
 # By each of them a run is asked to save and end. (None on Windows.)

@@ -23,6 +23,7 @@ from hvdtrain import cgroups
 from hvdtrain.errors import EXIT_FAILED, HvdtrainError, shell_code
 from hvdtrain.launcher.guard import is_of_standby, run_guarded, run_in_standby
 from hvdtrain.launcher.horovodrun import worker_environment
+from hvdtrain.launcher.job_folder import memory_in
 from hvdtrain.launcher.protocol import (
     ALIVE_EVERY_S,
     Connection,
@@ -216,7 +217,10 @@ def orders_of_worker(job: str) -> tuple[Orders, tuple[str, int], dict[str, str]]
     """
     orders, address, login, folder = read_orders(job)
     environment = worker_environment(orders, os.environ, login)
-    return orders, address, environment | ({MEMORY_DIR: folder} if folder else {})
+    environment.pop(MEMORY_DIR, None)  # of a job that this one is started in
+    if folder:
+        environment[MEMORY_DIR] = memory_in(folder)
+    return orders, address, environment
 
 
 def run(job: str, start: StartWorker = start_command) -> int:

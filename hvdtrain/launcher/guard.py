@@ -120,13 +120,13 @@ def socket_of(environment: Mapping[str, str]) -> str:
     """Return the socket of the standby that has loaded its libraries as this worker would."""
     loaded = [item for item in sorted(environment.items()) if item[0].startswith(READ_AT_LOAD)]
     digest = hashlib.sha256(json.dumps(loaded).encode()).hexdigest()
-    return f"{environment[MEMORY_DIR]}/standby-{digest[:16]}"
+    return str(Path(environment[MEMORY_DIR]).with_name(f"standby-{digest[:16]}"))
 
 
 def standby_argv(environment: Mapping[str, str]) -> list[str]:
     """Return the command of a standby, with room for that of a worker, which takes its place."""
     argv = module_argv("hvdtrain.launcher.standby")
-    return [*argv, environment[MEMORY_DIR], socket_of(environment), " " * ROOM_BYTES]
+    return [*argv, socket_of(environment), " " * ROOM_BYTES]
 
 
 def start_apart(argv: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -32,12 +32,18 @@ class JobFolder:
             self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
             self._lock = (self._path / LOCK).open("w", encoding="utf-8")
             hold(self._lock)
+            Path(memory_in(str(self._path))).mkdir()
         return str(self._path)
 
     def remove(self) -> None:
         if self._path and self._lock:
             shutil.rmtree(self._path, ignore_errors=True)
             self._lock.close()
+
+
+def memory_in(folder: str) -> str:
+    """Return the folder of workers in that of a job."""
+    return f"{folder}/memory"
 
 
 def is_in_use(folder: Path) -> bool:

@@ -225,12 +225,12 @@ def listening(address: str) -> Iterator[socket.socket]:
 
 def main() -> int:
     """Import everything, then be forked until the job ends; return the exit code of a fork."""
-    folder, address = sys.argv[1:3]
+    address = sys.argv[1]
     become_subreaper()
     with listening(address) as listener:  # guards wait for the imports
         if not import_all():
             return EXIT_FAILED
-        role = Standby(listener, Path(folder)).wait()
+        role = Standby(listener, Path(address).parent).wait()
     return role()
 
 
