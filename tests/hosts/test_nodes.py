@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,8 +65,8 @@ def test_the_same_bits_though_a_worker_is_killed_and_a_host_lost(
     Scene(cluster, tmp_path / "runs", lines, random.Random(0)).worker(1).kill()
     cluster.kill_host(2)
     assert [node.wait(END_S) for node in nodes[:2]] == [0, 0], lines.text
-    for line in ("rank 1 on beta was killed by SIGKILL", "left out: gamma: node: node rank 2 "):
-        assert line in lines.text
+    assert "rank 1 on beta was killed by SIGKILL" in lines.text
+    assert re.search("left out(: gamma: node: | until it answers again: gamma)", lines.text)
     assert lines.text.count(RESTART) == 1, lines.text
     assert "the job has ended with exit code 0" in nodes[1].text
     flags = [*EXPERIMENT, f"--max-steps={STEPS}", "--virtual-workers=4"]
