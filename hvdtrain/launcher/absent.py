@@ -4,45 +4,67 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from hvdtrain.launcher.doctor import failed
 from hvdtrain.launcher.doctor.examination import preflight
 from hvdtrain.launcher.doctor.sessions import HostSessions
 from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two tries; doubled if an answer was no use
+SILENT_PAUSE_S = 2.0  # until a host that did not answer is tried again
+UNFIT_PAUSE_S, LONGEST_PAUSE_S = 1.0, 600.0  # one that answered in vain; doubled each time
 CHECK_S = 15.0
 TICK_S = 0.2
+END_S = 5.0
+
+
+@dataclass
+class AbsentHost:
+    """A host, and when it is to be tried again."""
+
+    host: Host
+    is_fit: bool = False
+    due_s: float = 0.0
+    pause_s: float = UNFIT_PAUSE_S
+
+    def put_off(self, pause_s: float | None = None) -> None:
+        """Try it again after this pause, by default a longer one each time."""
+        self.is_fit = False
+        self.due_s = time.monotonic() + (self.pause_s if pause_s is None else pause_s)
+        if pause_s is None:
+            self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
 
 
 class AbsentHosts:
     """The absent hosts of one job."""
 
     def __init__(self, ssh: SshSetup, sessions: HostSessions) -> None:
-        self._ssh, self._sessions = ssh, sessions
-        self._hosts: dict[str, Host] = {}  # by address
-        self._answered: set[str] = set()
-        self._pauses_s: dict[str, float] = {}
+        """`sessions`: those of the job."""
+        self._ssh, self._sessions, self._trial = ssh, sessions, HostSessions(ssh)
+        self._hosts: dict[str, AbsentHost] = {}  # by address
+        self._remembered: dict[str, AbsentHost] = {}  # those that were absent before
+        self._channel = 0, ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._try_all, name="absent hosts", daemon=True)
 
-    def leave_out(self, hosts: Collection[Host]) -> None:
-        """Go on without these hosts; end what is connected with them."""
+    def leave_out(self, hosts: Collection[Host], channel: tuple[int, str]) -> None:
+        """Go on without these hosts; end what is connected with them.
+
+        `channel`: port and address at which the launcher listens, which a host must reach.
+        """
         self._sessions.close([host.address for host in hosts], at_once=True)
+        self._channel = channel
         for host in hosts:
-            self._answered.discard(host.address)
-            pause_s = self._pauses_s.get(host.address, FIRST_PAUSE_S / 2)
-            self._pauses_s[host.address] = min(2 * pause_s, LONGEST_PAUSE_S)
-            self._hosts[host.address] = host
+            absent = self._remembered.setdefault(host.address, AbsentHost(host))
+            absent.put_off()
+            self._hosts[host.address] = absent
         if self._hosts and not self._thread.is_alive():
             self._thread.start()
 
     def take_back(self) -> None:
-        """Forget them all: the next start tries each of them."""
-        self._hosts.clear()
-        self._answered.clear()
+        """Forget that they are absent: the next start tries each of them."""
+        self._hosts = {}
 
     @property
     def addresses(self) -> Collection[str]:
@@ -51,27 +73,42 @@ class AbsentHosts:
     @property
     def answering(self) -> list[str]:
         """Return the addresses of those that could be used again."""
-        return sorted(self._answered)
+        return sorted(address for address, absent in self._hosts.items() if absent.is_fit)
 
     def _try_all(self) -> None:
-        due_s: dict[str, float] = {}
         while not self._over.wait(TICK_S):
-            for address, host in [*self._hosts.items()]:
-                now_s = time.monotonic()
-                if address in self._answered or now_s < due_s.get(address, 0.0):
-                    continue
-                if self._is_fit(host) and address in self._hosts:
-                    self._answered.add(address)
-                due_s[address] = time.monotonic() + self._pauses_s[address]
+            now_s = time.monotonic()
+            due = [a for a in self._hosts.values() if not a.is_fit and a.due_s <= now_s]
+            if due:
+                try:
+                    self._try(due)
+                except Exception:  # such as too many open files: they stay absent
+                    for absent in due:
+                        absent.put_off()
 
-    def _is_fit(self, host: Host) -> bool:
-        with HostSessions(self._ssh) as sessions:
-            slots = {host.address: host.slots}
-            report = preflight(sessions.open([host]), self._ssh, 0, None, CHECK_S, slots=slots)
-        return not failed(report.findings)
+    def _try(self, absent_hosts: Sequence[AbsentHost]) -> None:
+        port, address = self._channel
+        with self._trial as sessions:
+            hosts = [absent.host for absent in absent_hosts]
+            slots = {host.address: host.slots for host in hosts}
+            report = preflight(
+                sessions.open(hosts), self._ssh, port, None, CHECK_S, address, slots, thorough=False
+            )
+        unfit = {finding.host for finding in report.findings if finding.status == "fail"}
+        for absent in absent_hosts:
+            if absent.host.address not in report.facts:
+                absent.put_off(SILENT_PAUSE_S)
+            elif unfit & {absent.host.address, ""}:
+                absent.put_off()
+            else:
+                absent.is_fit = True
 
     def __enter__(self) -> AbsentHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the trial in progress."""
         self._over.set()
+        self._trial.close(self._trial.addresses, at_once=True)
+        if self._thread.is_alive():
+            self._thread.join(END_S)

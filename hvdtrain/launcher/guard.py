@@ -8,6 +8,7 @@ agent ends, the other one and the worker end as well.
 """
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
@@ -32,7 +33,9 @@ from hvdtrain.pulse import MEMORY_DIR, RESTART, RING_TOKEN
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 BEGINNING_S = 10.0  # for a standby to listen, after which it imports
+ANSWER_S = 60.0  # for it to import and to fork; then the agent is started as usual
 ROUND_S = 0.02
+LONGEST_ADDRESS_BYTES = 90  # of a socket 107, and the standby adds to it while it begins
 OWN_COMMAND = module_argv("hvdtrain.cli")
 ROOM_BYTES = 4096
 # The beginnings of the names of variables that libraries read when they are loaded.
@@ -87,12 +90,15 @@ def run_in_standby(job: str, environment: Mapping[str, str]) -> int | None:
     with socket.socket(socket.AF_UNIX) as standby:
         try:
             _connect(standby, address, environment)
+            standby.settimeout(ANSWER_S)
             socket.send_fds(standby, [b"\n"], STREAMS)
             standby.sendall(json.dumps(_conditions(job)).encode() + b"\n")
             answers = standby.makefile("rb")
             agent = int(answers.readline())  # once it has imported everything
         except (OSError, ValueError):
+            Path(address).unlink(missing_ok=True)  # not to be waited for again
             return None
+        standby.settimeout(None)
         _pass_on_signals(agent)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with suppress(OSError, ValueError):
@@ -103,6 +109,8 @@ def run_in_standby(job: str, environment: Mapping[str, str]) -> int | None:
 def _connect(standby: socket.socket, address: str, environment: Mapping[str, str]) -> None:
     """Connect to the standby; the first worker of a host starts it. Raises OSError."""
     deadline, is_first = time.monotonic() + BEGINNING_S, environment["LOCAL_RANK"] == "0"
+    if len(os.fsencode(address)) > LONGEST_ADDRESS_BYTES or not Path(address).parent.is_dir():
+        raise OSError(errno.ENAMETOOLONG, address)
     while True:
         try:
             standby.connect(address)

@@ -30,6 +30,7 @@ from hvdtrain.launcher.hosts import Host, take_slots
 from hvdtrain.launcher.logs import Logs
 from hvdtrain.launcher.processes import (
     StopRequests,
+    allow_open_files,
     remove_sessions_of_dead_mpiruns,
     working_folders,
 )
@@ -87,9 +88,12 @@ class LaunchJob:
         self._watch = Watch([])  # of the last start
         self._timeline, self._retries = Timeline(), Retries(plan.restarts)
         self._name = secrets.token_hex(8)
+        self._channel = 0, ANYWHERE  # port and address of the last start
 
     def run(self) -> JobOutcome:
         """Return the last outcome; raise PreflightError if the first start fails its checks."""
+        # Three for each probe, a connection and a log for each worker.
+        allow_open_files(200 + 5 * len(self._plan.hosts) + 2 * self._plan.workers)
         with (
             SshSetup(self._plan.hosts, self._plan.ssh) as self._ssh,
             HostSessions(self._ssh) as self._sessions,
@@ -116,8 +120,8 @@ class LaunchJob:
 
     def _prepare_restart(self, outcome: JobOutcome, lasted_s: float) -> str | None:
         """Choose the hosts of the next start, and wait; return the reason if there is none."""
-        if outcome.wrong_rank is not None and (reason := self._leave_out(outcome.wrong_rank)):
-            return f"not restarted: {reason}"
+        if outcome.wrong_rank is not None and (wrong := self._leave_out(outcome.wrong_rank)):
+            return f"not restarted: {wrong}"
         if reason := self._retries.note(outcome, lasted_s):
             return f"{outcome.text}\n{reason}"
         self._timeline.fail(self._watch.failed_s, self._watch.noticed_s)
@@ -144,15 +148,16 @@ class LaunchJob:
         if slots < self._plan.min_workers:
             self._absent.take_back()  # the next start waits for them
         elif silent:
-            self._absent.leave_out(silent)
+            self._absent.leave_out(silent, self._channel)
             names = few([host.address for host in silent])
             self._notify(f"left out until it answers again: {names}")
 
     def _must_regroup(self) -> bool:
         """Return whether hosts answer again that the job, which can save, goes on without."""
         ranks, names = self._watch.ranks, few(self._absent.answering)
-        trains = all(rank.speaks and rank.step > 0 for rank in ranks)
-        if not names or not trains or len(ranks) == self._plan.workers:
+        saves = self._watch.saved is not None and all(rank.step > 0 for rank in ranks)
+        needed = len(ranks) < self._plan.workers and not self._retries.are_used_up
+        if not (names and saves and needed):
             return False
         self._notify(f"answers again: {names}; saving, to go on with it")
         return True
@@ -182,6 +187,7 @@ class LaunchJob:
             try:
                 return self._start(start)
             except PreflightError as error:
+                self._absent.take_back()  # one that is back may do
                 if time.monotonic() + pause_s > deadline:
                     raise
                 if str(error) != reported:
@@ -200,6 +206,7 @@ class LaunchJob:
             address = channel_address(hosts, plan.interface)
             channel = Channel(address, token)
             stack.callback(channel.close)
+            self._channel = channel.port, address
             stack.callback(remove_ticket, job)
             report = self._check(hosts, channel.port, address, self._ticket(job, token, start))
             self._placed = ()
@@ -293,7 +300,7 @@ class LaunchJob:
         for item in problems:
             self._notify(f"left out: {explain(item)}")
         if problems:
-            self._absent.leave_out([host for host in hosts if host not in fit])
+            self._absent.leave_out([h for h in hosts if h not in fit], self._channel)
         workers, interface = min(plan.workers, slots), plan.interface or report.interface
         return replace(plan, workers=workers, hosts=take_slots(fit, workers), interface=interface)
 

@@ -13,7 +13,7 @@ from hvdtrain.files import hold
 from hvdtrain.launcher.processes import is_writable, remove_abandoned
 
 PREFIX = "hvdtrain-job-"
-PARENTS = ("/dev/shm", tempfile.gettempdir())  # the first one that can be written
+MEMORY = "/dev/shm"
 LOCK = "lock"  # held while the folder is in use
 
 
@@ -25,9 +25,11 @@ class JobFolder:
         self._lock: IO[str] | None = None
 
     def make(self) -> str:
-        """Return the path of the folder, which is made once. Raises OSError."""
-        if self._path is None:
-            parent = next(filter(is_writable, PARENTS), PARENTS[-1])
+        """Return the path of the folder, which is made once, and again if a login's end has removed
+        it (systemd's RemoveIPC). Raises OSError.
+        """
+        if self._path is None or not (self._path / LOCK).exists():
+            parent = MEMORY if is_writable(MEMORY) else tempfile.gettempdir()
             remove_abandoned(Path(parent), PREFIX, LOCK)
             self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
             self._lock = (self._path / LOCK).open("w", encoding="utf-8")

@@ -51,6 +51,16 @@ def working_folders() -> list[str]:
     return [real, str(shown)] if linked else [real]
 
 
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files to `count`, as far as it may."""
+    import resource  # not on Windows, where `--help` imports this module
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def is_writable(folder: str) -> bool:
     """Return whether this user can make files in a folder."""
     return Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)

@@ -103,7 +103,8 @@ class Standby:
         if not pid:
             self._listener.close()
             return _fork_worker(guard, streams, conditions)
-        self._agents.add(pid)
+        if pid > 0:
+            self._agents.add(pid)
         guard.close()
         for stream in streams:
             os.close(stream)
@@ -124,6 +125,9 @@ def _fork_worker(guard: socket.socket, streams: Sequence[int], conditions: dict[
     for stream, number in zip(streams, STREAMS, strict=True):
         os.dup2(stream, number)
         os.close(stream)
+    os.umask(conditions["umask"])
+    with contextlib.suppress(OSError):  # cores that this process may not use
+        os.sched_setaffinity(0, conditions["affinity"])
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     pid = os.fork()
@@ -158,9 +162,6 @@ def _be_agent(guard: socket.socket, conditions: dict[str, Any], worker: ForkedWo
     os.setsid()
     become_subreaper()
     _take_environment(conditions["environment"])
-    os.umask(conditions["umask"])
-    with contextlib.suppress(OSError):  # cores that this process may not use
-        os.sched_setaffinity(0, conditions["affinity"])
     os.chdir("/")
     show_command([*module_argv("hvdtrain.launcher.agent"), conditions["job"]])
     code = EXIT_FAILED

@@ -45,6 +45,12 @@ class Watch:
     failed_s: float = 0.0  # time of the last sign of life before the failure that has ended it
     noticed_s: float = 0.0  # when it was noticed
 
+    @property
+    def saved(self) -> int | None:
+        """Return the step of the newest checkpoint, 0 without one; None: it keeps none itself."""
+        step: int | None = self.figures.get("saved", self.figures.get("before", {}).get("steps"))
+        return step
+
 
 class Supervisor:
     """The supervisor of one start of a job."""
@@ -97,8 +103,7 @@ class Supervisor:
             self._release(horovodrun)
         self._evidence.horovodrun_lines = self._logs.horovodrun_lines()
         self._evidence.requested = self._requested()
-        figures = self._watch.figures
-        self._evidence.saved = figures.get("saved", figures.get("before", {}).get("steps"))
+        self._evidence.saved = self._watch.saved
         self._evidence.log_folder = self._logs.folder
         return judge(self._evidence)
 
@@ -187,12 +192,15 @@ class Supervisor:
         alone_s = LEAVE_WAIT_S if well else 0.0
         ending = threading.Thread(target=_end, args=(horovodrun, alone_s), name="horovodrun")
         ending.start()  # not a daemon: the launcher does not end before
-        ending.join(RESTART_GRACE_S if self._may_restart and not self._requested() else None)
+        # Under Gloo this is quick, and its last lines are to precede those of the next start.
+        may_go_on = self._may_restart and not self._requested() and "--mpi" in self._command
+        ending.join(RESTART_GRACE_S if may_go_on else None)
 
     def _pass_on_signals(self) -> int:
         """Send the first signal to the workers; return the number of signals received."""
         requested = self._requested()
-        if requested and not self._signals_passed_on:
+        # Workers that save for a regroup would take a second signal for impatience.
+        if requested and not self._signals_passed_on and self._evidence.cause != "regroup":
             # Workers do not handle SIGHUP, the signal of a closed terminal.
             stop_signal = signal.SIGTERM if requested[0] == signal.SIGHUP else requested[0]
             self._broadcast({"signal": stop_signal})

@@ -100,7 +100,8 @@ def judge(seen: Evidence) -> JobOutcome:
         return outcome(EXIT_FAILED, _explain_standstill(seen), True)
     if seen.cause == "start" or all(rank.state == "waiting" for rank in seen.ranks):
         return outcome(EXIT_PREFLIGHT, _explain_start(seen), True)
-    first = first_to_fail(seen.ranks)
+    has_saved = _has_stopped_well if seen.cause == "regroup" else lambda rank: False
+    first = first_to_fail([rank for rank in seen.ranks if not has_saved(rank)])
     if first is None or seen.cause == "horovodrun":
         return outcome(EXIT_FAILED, _explain_horovodrun(seen), True)
     code = shell_code(first.exit_code or EXIT_FAILED)

@@ -49,6 +49,7 @@ from tests.parallel.launching import CONTROLLERS
 
 STEPS = {"namespaces": (40, 90), "containers": (60, 60), "one container": (60, 60)}
 FAULTS = [*hosts.FAULTS, *containers.FAULTS]
+ROWS = [*FAULTS, hosts.TAKEN_BACK]
 PARTS = (  # as in the launcher's line
     *("earlier starts", "noticed", "ended", "paused", "checked", "started", "imported", "joined"),
     *("loaded", "caught up"),
@@ -168,12 +169,13 @@ def print_table(found: Sequence[Row]) -> None:
     An equal hash means that no sample was lost or seen twice.
     """
     print("fault                      controller  jobs  detected after  recovered after  wrong")
-    for fault in FAULTS:
+    for fault in ROWS:
+        cause = hosts.CUT_OFF if fault == hosts.TAKEN_BACK else fault
         for controller in CONTROLLERS:
             rows = [
                 row
                 for row in found
-                if row.trial.kind.controller == controller and fault in row.trial.kind.faults
+                if row.trial.kind.controller == controller and cause in row.trial.kind.faults
             ]
             recoveries = [it for row in rows for it in row.recoveries if it.fault == fault]
             if rows:

@@ -56,7 +56,7 @@ def test_the_same_bits_though_a_worker_is_killed_and_a_host_lost(
     named, if the job does not go on without the host that is lost at the same time, or ends with
     other bits than one process; or if a command does not end with the exit code of the job.
     """
-    words = ["train", *EXPERIMENT, f"--max-steps={STEPS}", "--virtual-workers=4"]
+    words = ["train", *EXPERIMENT, f"--max-steps={STEPS}"]
     words += [f"--output={tmp_path / 'runs'}", "--experiment=run"]
     flags = ["--restarts=3", "--min-np=2", "--watchdog-timeout-s=8"]
     nodes = [launch(cluster, rank, *flags, words=words) for rank in (2, 1, 0)][::-1]
@@ -69,7 +69,7 @@ def test_the_same_bits_though_a_worker_is_killed_and_a_host_lost(
     assert re.search("left out(: gamma: node: | until it answers again: gamma)", lines.text)
     assert lines.text.count(RESTART) == 1, lines.text
     assert "the job has ended with exit code 0" in nodes[1].text
-    flags = [*EXPERIMENT, f"--max-steps={STEPS}", "--virtual-workers=4"]
+    flags = [*EXPERIMENT, f"--max-steps={STEPS}"]
     assert train(flags, tmp_path / "alone", 1, "none").exit_code == 0
     alone, _ = summary_and_weights(tmp_path / "alone")
     summary = read_summary(cluster, tmp_path / "runs")

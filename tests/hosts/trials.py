@@ -27,15 +27,16 @@ SLOTS = (1, 2, 1)
 CHECKPOINT_EVERY = 5
 EXPERIMENT = ["--model=lenet", "--data=synthetic:1x28x28,samples=256", "--global-batch-size=30"]
 EXPERIMENT += [f"--checkpoint-interval={CHECKPOINT_EVERY}", "--log-interval=1"]
-EXPERIMENT += ["--eval-interval=4", "--audit-every=10"]
+EXPERIMENT += ["--eval-interval=4", "--audit-every=10", "--virtual-workers=4"]
 WATCHDOG_S = 8
-OUT_S = 14.0  # for which a host is cut off: longer than its detection takes
 END_S = 240.0
 NOTICED_S = 120.0  # from a fault to the launcher's restart, on a busy machine
 MOST_STEPS_BETWEEN = 12  # from a checkpoint to a fault
 RESTART = "hvdtrain launch: restart "
 BACK = f"hvdtrain launch: {BACK_AFTER} "
+ANSWERS = "hvdtrain launch: answers again: "
 BREAK_SSH, KILL_LAUNCHER = "break an ssh connection", "SIGKILL the launcher"
+CUT_OFF, TAKEN_BACK = "cut off a host", "that host answers again"
 
 
 @dataclass
@@ -155,10 +156,12 @@ def _signal_worker(number: signal.Signals) -> Callable[[Scene], None]:
 
 
 def _cut_off(scene: Scene) -> None:
-    host = scene.dice.choice([1, 2])
+    """Cut off a host until the job goes on without it."""
+    host, began_s = scene.dice.choice([1, 2]), time.monotonic()
     scene.cluster.cut(host)
-    time.sleep(OUT_S)
+    scene.lines.wait_for(BACK, NOTICED_S, began_s)
     scene.cluster.mend(host)
+    scene.lines.wait_for(ANSWERS, NOTICED_S, began_s)
 
 
 def _fill_disk(scene: Scene) -> None:
@@ -174,7 +177,7 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
     "SIGSTOP a worker": _signal_worker(signal.SIGSTOP),
     "abort in native code": _signal_worker(signal.SIGABRT),
     BREAK_SSH: lambda scene: kill_all(scene.cluster.break_ssh(scene.dice.choice([1, 2]))),
-    "cut off a host": _cut_off,
+    CUT_OFF: _cut_off,
     "fill the disk of rank 0": _fill_disk,
     KILL_LAUNCHER: lambda scene: scene.cluster.kill(scene.lines.process),
 }
@@ -190,8 +193,8 @@ def launch(
 ) -> Lines:
     """Start the job from the first host. `more`: flags of launch; `train`: those of train."""
     command = hvdtrain("launch", "--hostfile", str(cluster.hostfile), f"--controller={controller}")
-    command += ["--restarts=9", f"--watchdog-timeout-s={WATCHDOG_S}", *more, "--", "train"]
-    command += [*EXPERIMENT, f"--max-steps={steps}", *train]
+    command += ["--restarts=9", "--min-np=2", f"--watchdog-timeout-s={WATCHDOG_S}", *more]
+    command += ["--", "train", *EXPERIMENT, f"--max-steps={steps}", *train]
     command += [f"--output={output}", "--experiment=run", "--resume=auto"]
     return Lines(cluster.start(command, variables={"OMP_NUM_THREADS": "1"}))
 
@@ -240,6 +243,10 @@ def disturb(
         recovered_s = lines.wait_for("step ", END_S, detected_s)
         parts = lines.parts(began_s) if lines.first(RESTART, began_s) else {}
         recoveries.append(Recovery(fault, detected_s - began_s, recovered_s - began_s, parts))
+        if fault == CUT_OFF:
+            answered_s = lines.wait_for(ANSWERS, END_S, began_s)
+            parts = lines.parts(answered_s)
+            recoveries.append(Recovery(TAKEN_BACK, 0.0, sum(parts.values()), parts))
     code = lines.wait(END_S)
     assert code == 0, f"{faults}, {controller}: ended with {code}:\n{output_before}{lines.text}"
     left = cluster.wait_until_gone(before)

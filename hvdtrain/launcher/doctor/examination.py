@@ -66,6 +66,7 @@ def preflight(
     timeout_s: float,
     channel_address: str = ANYWHERE,
     slots: Slots | None = None,
+    thorough: bool = True,
 ) -> Examination:
     """Run the quick part on the hosts of these sessions in parallel.
 
@@ -74,7 +75,8 @@ def preflight(
     the `job` (letters, digits, - and _), and the `ticket`, a text of JSON; with `keeps` the hosts
     keep a folder for the job (hvdtrain/launcher/job_folder.py).
     `channel_address`: the address listened on, if not all. `slots`: how many workers each of these
-    hosts gets, for which its cores and its memory are checked (None: not checked).
+    hosts gets, for which its cores and its memory are checked (None: not checked). `thorough`: see
+    also why a host does not answer.
     """
     request = {
         "do": "quick",
@@ -83,7 +85,7 @@ def preflight(
         "ticket": ticket,
     }
     on_one = ssh.options.hub is not None and ssh.options.hub.on_one
-    quick = _begin(sessions, request, timeout_s, on_one)
+    quick = _begin(sessions, request, timeout_s, on_one, thorough)
     distant = {host: facts for host, facts in quick.facts.items() if not sessions[host].local}
     quick.interface, of_interface = checks.check_interface(distant, interfaces())
     quick.findings += of_interface
@@ -112,7 +114,11 @@ def first_address(hosts: Sequence[Host], facts: ByHost) -> str:
 
 
 def _begin(
-    sessions: Sessions, request: Mapping[str, Any], timeout_s: float, on_one: bool = False
+    sessions: Sessions,
+    request: Mapping[str, Any],
+    timeout_s: float,
+    on_one: bool = False,
+    thorough: bool = True,
 ) -> Examination:
     """Send the first request to all hosts; return the facts, and the findings of the quick part.
 
@@ -124,7 +130,7 @@ def _begin(
         "addresses": [address for _, address in interfaces()],
         **request,
     }
-    answers = on_all(lambda session: session.ask_or_explain(request, timeout_s, True), sessions)
+    answers = on_all(lambda session: session.ask_or_explain(request, timeout_s, thorough), sessions)
     facts = {host: answer for host, answer in answers.items() if isinstance(answer, Facts)}
     failures = [answer for answer in answers.values() if isinstance(answer, Finding)]
     if not facts:

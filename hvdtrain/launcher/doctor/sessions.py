@@ -191,6 +191,10 @@ class HostSessions:
             for session in self._sessions.values():
                 session.send(json.dumps({"do": STAY}))
 
+    @property
+    def addresses(self) -> list[str]:
+        return [*self._sessions]
+
     def close(self, addresses: Collection[str], at_once: bool = False) -> None:
         """End the sessions with these hosts; `at_once`: they do not answer."""
         ended = {a: self._sessions.pop(a) for a in [*addresses] if a in self._sessions}
