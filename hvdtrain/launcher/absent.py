@@ -44,17 +44,13 @@ class AbsentHosts:
         self._ssh, self._sessions, self._trial = ssh, sessions, HostSessions(ssh)
         self._hosts: dict[str, AbsentHost] = {}  # by address
         self._remembered: dict[str, AbsentHost] = {}  # those that were absent before
-        self._channel = 0, ""
+        self.channel = 0, ""  # port and address at which the launcher listens, to be reached
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._try_all, name="absent hosts", daemon=True)
 
-    def leave_out(self, hosts: Collection[Host], channel: tuple[int, str]) -> None:
-        """Go on without these hosts; end what is connected with them.
-
-        `channel`: port and address at which the launcher listens, which a host must reach.
-        """
+    def leave_out(self, hosts: Collection[Host]) -> None:
+        """Go on without these hosts; end what is connected with them."""
         self._sessions.close([host.address for host in hosts], at_once=True)
-        self._channel = channel
         for host in hosts:
             absent = self._remembered.setdefault(host.address, AbsentHost(host))
             absent.put_off()
@@ -87,7 +83,7 @@ class AbsentHosts:
                         absent.put_off()
 
     def _try(self, absent_hosts: Sequence[AbsentHost]) -> None:
-        port, address = self._channel
+        port, address = self.channel
         with self._trial as sessions:
             hosts = [absent.host for absent in absent_hosts]
             slots = {host.address: host.slots for host in hosts}

@@ -88,12 +88,10 @@ class LaunchJob:
         self._watch = Watch([])  # of the last start
         self._timeline, self._retries = Timeline(), Retries(plan.restarts)
         self._name = secrets.token_hex(8)
-        self._channel = 0, ANYWHERE  # port and address of the last start
 
     def run(self) -> JobOutcome:
         """Return the last outcome; raise PreflightError if the first start fails its checks."""
-        # Three for each probe, a connection and a log for each worker.
-        allow_open_files(200 + 5 * len(self._plan.hosts) + 2 * self._plan.workers)
+        allow_open_files(200 + 5 * len(self._plan.hosts) + 2 * self._plan.workers)  # pipes, logs
         with (
             SshSetup(self._plan.hosts, self._plan.ssh) as self._ssh,
             HostSessions(self._ssh) as self._sessions,
@@ -120,8 +118,8 @@ class LaunchJob:
 
     def _prepare_restart(self, outcome: JobOutcome, lasted_s: float) -> str | None:
         """Choose the hosts of the next start, and wait; return the reason if there is none."""
-        if outcome.wrong_rank is not None and (wrong := self._leave_out(outcome.wrong_rank)):
-            return f"not restarted: {wrong}"
+        if outcome.wrong_rank is not None and (left := self._leave_out(outcome.wrong_rank)):
+            return f"not restarted: {left}"
         if reason := self._retries.note(outcome, lasted_s):
             return f"{outcome.text}\n{reason}"
         self._timeline.fail(self._watch.failed_s, self._watch.noticed_s)
@@ -148,7 +146,7 @@ class LaunchJob:
         if slots < self._plan.min_workers:
             self._absent.take_back()  # the next start waits for them
         elif silent:
-            self._absent.leave_out(silent, self._channel)
+            self._absent.leave_out(silent)
             names = few([host.address for host in silent])
             self._notify(f"left out until it answers again: {names}")
 
@@ -206,7 +204,7 @@ class LaunchJob:
             address = channel_address(hosts, plan.interface)
             channel = Channel(address, token)
             stack.callback(channel.close)
-            self._channel = channel.port, address
+            self._absent.channel = channel.port, address
             stack.callback(remove_ticket, job)
             report = self._check(hosts, channel.port, address, self._ticket(job, token, start))
             self._placed = ()
@@ -300,7 +298,7 @@ class LaunchJob:
         for item in problems:
             self._notify(f"left out: {explain(item)}")
         if problems:
-            self._absent.leave_out([h for h in hosts if h not in fit], self._channel)
+            self._absent.leave_out([host for host in hosts if host not in fit])
         workers, interface = min(plan.workers, slots), plan.interface or report.interface
         return replace(plan, workers=workers, hosts=take_slots(fit, workers), interface=interface)
 
