@@ -105,6 +105,7 @@ class AbsentHosts:
     def __exit__(self, *_: object) -> None:
         """End the trial in progress."""
         self._over.set()
-        self._trial.close(self._trial.addresses, at_once=True)
-        if self._thread.is_alive():
-            self._thread.join(END_S)
+        deadline = time.monotonic() + END_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._trial.close(self._trial.addresses, at_once=True)
+            self._thread.join(TICK_S)

@@ -31,7 +31,7 @@ PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summa
 RESTART_GRACE_S = 0.3  # the same, if it is known which rank has failed, and a restart follows
 HOROVODRUN_GRACE_S = 20.0  # least time for workers to save once horovodrun is ending
 STACKS_WAIT_S = 2.0
-MPIRUN_END_S, GLOO_END_S = 3.0, 0.5  # for horovodrun to end after SIGTERM
+NEXT_START_S = 0.5  # before the next start, for horovodrun of this one to end
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
 
 
@@ -190,13 +190,11 @@ class Supervisor:
         well = all(rank.state == "ended" for rank in self._ranks)
         while self._channel.connected and time.monotonic() < deadline:
             self._channel.poll(TICK_S, self._receive, self._lose)
-        is_mpi = "--mpi" in self._command
-        limits_s = LEAVE_WAIT_S if well else 0.0, MPIRUN_END_S if is_mpi else GLOO_END_S
-        ending = threading.Thread(target=_end, args=(horovodrun, *limits_s), name="horovodrun")
+        alone_s = LEAVE_WAIT_S if well else 0.0
+        ending = threading.Thread(target=_end, args=(horovodrun, alone_s), name="horovodrun")
         ending.start()  # not a daemon: the launcher does not end before
-        # Under Gloo this is quick, and its last lines are to precede those of the next start.
-        may_go_on = is_mpi and self._may_restart and not self._requested()
-        ending.join(RESTART_GRACE_S if may_go_on else None)
+        may_go_on = self._may_restart and not self._requested()
+        ending.join(NEXT_START_S if may_go_on else None)
 
     def _pass_on_signals(self) -> int:
         """Send the first signal to the workers; return the number of signals received."""
@@ -268,9 +266,9 @@ class Supervisor:
             self._evidence.blame("a rank")
 
 
-def _end(horovodrun: subprocess.Popen[bytes], alone_s: float, term_s: float) -> None:
-    """Wait for horovodrun to end by itself; then end its process group."""
-    for number, limit_s in ((0, alone_s), (signal.SIGTERM, term_s), (signal.SIGKILL, None)):
+def _end(horovodrun: subprocess.Popen[bytes], alone_s: float) -> None:
+    """Wait for horovodrun to end by itself; then end its process group: mpirun takes its time."""
+    for number, limit_s in ((0, alone_s), (signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(horovodrun.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):

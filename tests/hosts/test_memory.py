@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tests.hosts.trials import END_S, NOTICED_S, RESTART, Lines
 from tests.parallel.experiments import train
 from tests.parallel.launching import hvdtrain
 
-MEMORY = "/dev/shm/hvdtrain-test"  # as the launcher makes it on each host
 EVERY, STEPS, LOST_AFTER = 3, 40, 11
 FLAGS = ["--model=lenet", "--data=synthetic:1x28x28,samples=256", "--global-batch-size=30"]
 FLAGS += [f"--max-steps={STEPS}", "--virtual-workers=3", "--trace-every=2", "--log-interval=1"]
@@ -32,20 +30,16 @@ def test_the_same_bits_though_rank_0s_host_and_disk_are_lost(
     """
     cluster, output = make_cluster([1, 1]), tmp_path / "runs"
     cluster.make_private(0, output, mib=64)
-    for host in range(2):
-        cluster.path(host, MEMORY).mkdir(mode=0o700)
     command = hvdtrain("launch", "-H", "alpha:1,beta:1", "--controller=gloo", "--restarts=3")
     command += ["--min-np=1", "--watchdog-timeout-s=8", "--", "train", *FLAGS]
     command += [f"--output={output}", "--experiment=run"]
     threads = {"OMP_NUM_THREADS": "1"}
-    variables = {**threads, "HVDTRAIN_MEMORY_DIR": MEMORY}
-    lines = Lines(cluster.start(command, host=1, variables=variables))
+    lines = Lines(cluster.start(command, host=1, variables=threads))
     lines.wait_for(f"step {LOST_AFTER}/", END_S)
     cluster.kill_host(0)
     lines.wait_for(RESTART, NOTICED_S)
     made = max(int(step) for step in re.findall(r"^step (\d+)/", lines.text, re.MULTILINE))
     assert lines.wait(END_S) == 0, lines.text
-    shutil.rmtree(cluster.path(1, MEMORY))
     run = cluster.path(1, output / "run")
     summary = json.loads((run / "summary.json").read_text())
     assert made - EVERY <= summary["resumed_from"] <= made + 1, lines.text
