@@ -27,7 +27,7 @@ from hvdtrain.topology import Topology
 
 WITHIN_A_JOB = {  # what is measured, rounds, and steps per round
     "step": ("the training step against hand-written loops", 60, 10),
-    "checkpoint": ("steps with against steps without saving, and memory against torch.save", 9, 60),
+    "checkpoint": ("steps with against steps without saving, and memory against torch.save", 9, 50),
     "ring": (
         "the reference ring against the all-reduces of MPI or torch.distributed, and Horovod",
         15,

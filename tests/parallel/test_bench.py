@@ -42,7 +42,8 @@ RATIOS = {
         "hvdtrain.Loop to bare Horovod loop, over a DataLoader",
         "hvdtrain.Loop to bare single-device loop, over a DataLoader",
     },
-    "checkpoint": {"in the background", "waited for", "in memory, every 20th step"},
+    "checkpoint": {"in the background", "waited for"}
+    | {"in memory at every step", "in memory at every 20th step"},
     "audit": {"1/100 at every step", "all at every step", "all at every 100th step"}
     | {"trace of every step", "trace of every 10th step"}
     | {"computation at every step", "computation at every 100th step"},

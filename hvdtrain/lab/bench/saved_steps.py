@@ -16,8 +16,7 @@ from hvdtrain.train.progress import State
 from hvdtrain.train.state import capture
 
 BACKGROUND, WAITED = "in the background", "waited for"
-MEMORY_EVERY = 20
-IN_MEMORY = f"in memory, every {MEMORY_EVERY}th step"
+IN_MEMORY = "in memory at every step"
 SHARED_MEMORY = Path("/dev/shm")  # of Linux
 
 
@@ -26,7 +25,7 @@ def saving_steps(
     job: Job, step: Callable[[], None], exchange: Exchange, steps: int, folder: Path
 ) -> Iterator[Mapping[str, Callable[[], None]]]:
     """Yield a step, a collective, for each way to save: on disk in the middle of `steps`, in memory
-    every MEMORY_EVERY steps. Ranks 0 and 1 have a copy in memory each, as on two hosts.
+    at every step, on ranks 0 and 1 as on two hosts.
     """
     checkpoints = Checkpoints(folder, keep=2)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", dir=SHARED_MEMORY) as root:
@@ -58,7 +57,7 @@ def saving_steps(
         yield {
             BACKGROUND: saves(lambda state: save(state, False), steps),
             WAITED: saves(lambda state: save(state, True), steps),
-            IN_MEMORY: saves(save_in_memory, MEMORY_EVERY),
+            IN_MEMORY: saves(save_in_memory, 1),
         }
         checkpoints.wait()
         memory.remove()

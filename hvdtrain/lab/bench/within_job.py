@@ -40,7 +40,7 @@ from hvdtrain.lab.bench.loops import (
     script_step,
 )
 from hvdtrain.lab.bench.rounds import Ratio, columns, paired, plan_of, ratio_lines
-from hvdtrain.lab.bench.saved_steps import saving_steps
+from hvdtrain.lab.bench.saved_steps import IN_MEMORY, saving_steps
 from hvdtrain.lab.bench.saving import Used
 from hvdtrain.lab.findings import Findings, publish
 from hvdtrain.log import counted
@@ -56,6 +56,7 @@ from hvdtrain.train.interfaces import Audit
 PARTS = 100
 RARELY = 100  # steps between whole audits
 OFTEN = 10  # steps between records of a trace
+MEMORY_EVERY = 20  # steps between copies in memory
 WITHOUT, PART, WHOLE = "no audit", f"1/{PARTS} at every step", "all at every step"
 TRACED, COMPUTED = "trace of every step", "computation at every step"
 NO_CHECKPOINTS = "no checkpoints"
@@ -205,8 +206,7 @@ def bench_audit(options: Options, exchange: Exchange) -> Measured:
         f"trace of every {OFTEN}th step": (TRACED, OFTEN),
         f"computation at every {RARELY}th step": (COMPUTED, RARELY),
     }
-    for name, (often, steps) in rare.items():
-        ratios[name] = Ratio(*(1 + (value - 1) / steps for value in astuple(ratios[often])))
+    ratios |= {name: _seldom(ratios[often], steps) for name, (often, steps) in rare.items()}
     return Measured(seconds, ratios)
 
 
@@ -221,8 +221,14 @@ def bench_checkpoint(options: Options, exchange: Exchange) -> Measured:
             seconds = run_rounds({NO_CHECKPOINTS: step, **saving_ones}, options, exchange)
         alone = exchange.size == 1
         memory = saving.measure(options.megabytes, Path(folder, "memory")) if alone else {}
-    pairs = {name: (name, NO_CHECKPOINTS) for name in saving_ones}
-    return Measured(seconds, paired(seconds, pairs), used=memory)
+    ratios = paired(seconds, {name: (name, NO_CHECKPOINTS) for name in saving_ones})
+    ratios[f"in memory at every {MEMORY_EVERY}th step"] = _seldom(ratios[IN_MEMORY], MEMORY_EVERY)
+    return Measured(seconds, ratios, used=memory)
+
+
+def _seldom(ratio: Ratio, steps: int) -> Ratio:
+    """Return the ratio if only one step in `steps` has the cost of each."""
+    return Ratio(*(1 + (value - 1) / steps for value in astuple(ratio)))
 
 
 def bench_ring(options: Options, exchange: Exchange) -> Measured:
