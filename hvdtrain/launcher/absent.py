@@ -13,7 +13,7 @@ from hvdtrain.launcher.hosts import Host
 from hvdtrain.launcher.ssh import SshSetup
 
 SILENT_PAUSE_S = 2.0  # until a host that did not answer is tried again
-UNFIT_PAUSE_S, LONGEST_PAUSE_S = 1.0, 600.0  # one that answered in vain; doubled each time
+UNFIT_PAUSE_S, LONGEST_PAUSE_S = 1.0, 600.0  # one that answered, but is unfit; doubled each time
 CHECK_S = 15.0
 TICK_S = 0.2
 END_S = 5.0

@@ -81,14 +81,14 @@ def judge(seen: Evidence) -> JobOutcome:
             return outcome(128 + seen.requested[0], _explain_stop(seen))  # before its end
         return outcome(0)
     if seen.requested:
-        unsaved = [rank for rank in seen.ranks if rank.speaks and not _has_stopped_well(rank)]
+        unsaved = [rank for rank in _unsaved(seen) if rank.speaks]
         if not unsaved:
             return outcome(128 + seen.requested[0], _explain_stop(seen))
         at_fault, text = first_to_fail(unsaved) or unsaved[0], _explain_stop(seen, lost=True)
         if at_fault.put_down:
             return outcome(128 + seen.requested[0], text)
         return outcome(EXIT_FAILED, f"{text}:\n{_explain_failure(seen, at_fault)}")
-    if seen.cause == "regroup" and all(map(_has_stopped_well, seen.ranks)):
+    if seen.cause == "regroup" and not _unsaved(seen):
         return outcome(EXIT_FAILED, "every worker has saved", True, regroups=True)
     if seen.own_pause_s:
         text = (
@@ -100,8 +100,7 @@ def judge(seen: Evidence) -> JobOutcome:
         return outcome(EXIT_FAILED, _explain_standstill(seen), True)
     if seen.cause == "start" or all(rank.state == "waiting" for rank in seen.ranks):
         return outcome(EXIT_PREFLIGHT, _explain_start(seen), True)
-    has_saved = _has_stopped_well if seen.cause == "regroup" else lambda rank: False
-    first = first_to_fail([rank for rank in seen.ranks if not has_saved(rank)])
+    first = first_to_fail(_unsaved(seen) if seen.cause == "regroup" else seen.ranks)
     if first is None or seen.cause == "horovodrun":
         return outcome(EXIT_FAILED, _explain_horovodrun(seen), True)
     code = shell_code(first.exit_code or EXIT_FAILED)
@@ -114,13 +113,13 @@ def judge(seen: Evidence) -> JobOutcome:
     return outcome(code, text, not first.final or wrong is not None, wrong_rank=wrong)
 
 
-def _has_stopped_well(rank: Rank) -> bool:
-    """Return whether a worker of hvdtrain ended as it does after saving, or before there was
-    anything to save.
+def _unsaved(seen: Evidence) -> list[Rank]:
+    """Return the ranks that did not end as a worker of hvdtrain does after saving, or before there
+    was anything to save.
     """
-    return rank.state == "waiting" or (
-        rank.state == "ended" and (rank.exit_code == 0 or is_of_stop(rank.exit_code))
-    )
+    codes = {0, *(128 + number for number in STOP_SIGNALS)}
+    begun = (rank for rank in seen.ranks if rank.state != "waiting")
+    return [rank for rank in begun if rank.state != "ended" or rank.exit_code not in codes]
 
 
 def is_of_stop(exit_code: int | None) -> bool:

@@ -114,11 +114,7 @@ def first_address(hosts: Sequence[Host], facts: ByHost) -> str:
 
 
 def _begin(
-    sessions: Sessions,
-    request: Mapping[str, Any],
-    timeout_s: float,
-    on_one: bool = False,
-    thorough: bool = True,
+    sessions: Sessions, request: Mapping[str, Any], timeout_s: float, on_one: bool, thorough: bool
 ) -> Examination:
     """Send the first request to all hosts; return the facts, and the findings of the quick part.
 
@@ -176,7 +172,7 @@ def examine(
         open_sessions(hosts, ssh) as sessions,
     ):
         request = {"do": "all", "channel_port": server.getsockname()[1], "output": output}
-        examination = _begin(sessions, request, FACTS_S)
+        examination = _begin(sessions, request, FACTS_S, on_one=False, thorough=True)
         answering = {host: sessions[host] for host in examination.facts}
         if answering:
             _examine_answering(examination, answering, hosts, output, interface, controller)
