@@ -59,6 +59,20 @@ CASES = [
         False,
         "",
     ),
+    # All have saved, to go on with more hosts; one could not; or the user stopped it meanwhile.
+    (evidence(rank(0, 143), rank(1, 0), cause="regroup"), 1, True, "every worker has saved"),
+    (
+        evidence(rank(0, 143, 1.0, speaks=True), rank(1, -9, 2.0, speaks=True), cause="regroup"),
+        137,
+        True,
+        "rank 1 on host1 was killed by SIGKILL",
+    ),
+    (
+        evidence(rank(0, 143), rank(1, 143), cause="regroup", requested=[15]),
+        143,
+        False,
+        "stopped by SIGTERM",
+    ),
     # A script that saves on a stop, and ends as if all were done.
     (evidence(rank(0, 0), rank(1, 0), requested=[15]), 143, False, "stopped by SIGTERM"),
     (evidence(*(rank(n, 0, speaks=True, phase="end", step=9) for n in (0, 1))), 0, False, ""),
