@@ -15,6 +15,7 @@ from hvdtrain.launcher.addresses import is_loopback, name_problem
 from hvdtrain.launcher.hosts import MOST_HOSTS, Host
 from hvdtrain.launcher.nodes import SECRET, Rendezvous, own_secret
 from hvdtrain.launcher.sites import hosts_of_site
+from hvdtrain.slurm import SlurmStep, is_step
 from hvdtrain.topology import Topology
 
 BY_KIND = ("auto", "gpu", "cpu")
@@ -109,19 +110,15 @@ def read_rendezvous(
 
     Raises UsageError with every problem.
     """
-    values = _values(arguments, environment)
+    by_hosts = _given(arguments, "--hosts") or _given(arguments, "--hostfile")
+    in_step = is_step(environment) and not by_hosts
+    values = _values(arguments, environment, _of_step(environment) if in_step else {})
     typed = any(_given(arguments, flag) for flag in ("--nnodes", "--node-rank", "--rendezvous"))
-    if not typed and not _is_node(arguments, values, environment):
+    if not typed and not in_step and not _is_node(arguments, values, environment):
         refuse(_unused(arguments))
         return None
     reason = "" if typed else f". {_why_node(values)}"
-    problems = [
-        f"{flag}: with --nnodes hosts join by themselves, without SSH: leave it out"
-        for flag in ("--hosts", "--hostfile", "--ssh-port", "--ssh-identity-file")
-        if _given(arguments, flag)
-    ]
-    if arguments["detach"]:
-        problems.append("--detach: the commands of all nodes end with the job: leave it out")
+    problems = _excluded(arguments)
     nodes = attempt(problems, lambda: _number(values, "--nnodes", 1, MOST_HOSTS))
     if nodes is None:
         refuse(problems, reason)
@@ -130,7 +127,8 @@ def read_rendezvous(
     rank = 0 if is_one else attempt(problems, lambda: _number(values, "--node-rank", 0, nodes - 1))
     slots = attempt(problems, lambda: _slots(arguments["np"], nodes, values))
     host, port = ("", 0) if is_one else attempt(problems, lambda: _meet(values)) or ("", 0)
-    secret = attempt(problems, lambda: _secret(arguments, environment, host)) if host else ""
+    # Hosts of Slurm usually share the home folder, and so the user's own secret.
+    secret = attempt(problems, lambda: _secret(arguments, environment, host, in_step))
     if not is_one and arguments["controller"] == "mpi":
         problems.append(
             "--controller=mpi: Open MPI starts its processes on other hosts by SSH or a batch "
@@ -141,18 +139,56 @@ def read_rendezvous(
     return Rendezvous(nodes, rank, host, port, secret, slots, tuple(command))
 
 
+def _excluded(arguments: dict[str, Any]) -> list[str]:
+    """Return the problems of flags that do not go with --nnodes."""
+    problems = [
+        f"{flag}: with --nnodes hosts join by themselves, without SSH: leave it out"
+        for flag in ("--hosts", "--hostfile", "--ssh-port", "--ssh-identity-file")
+        if _given(arguments, flag)
+    ]
+    if arguments["detach"]:
+        problems.append("--detach: the commands of all nodes end with the job: leave it out")
+    return problems
+
+
 def _given(arguments: dict[str, Any], flag: str) -> bool:
     return arguments[flag.lstrip("-").replace("-", "_")] is not None
 
 
-def _values(arguments: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Value]:
-    """Return the values of flags, else of the environment."""
+def _of_step(environment: Mapping[str, str]) -> dict[str, Value]:
+    """Return the values of a step of Slurm, in which srun has started this command once on each
+    host. Raises UsageError if it has not.
+    """
+    step = SlurmStep.from_environment(environment)
+    hosts = environment.get("SLURM_STEP_NUM_NODES", "1")
+    if str(step.size) != hosts:
+        raise UsageError(
+            f"SLURM_STEP_NUM_TASKS={step.size}: srun has started that many copies of the launcher "
+            f"on {hosts} hosts: one on each is enough, which starts the host's workers. Use srun "
+            "--ntasks-per-node=1, and --nproc-per-node N for N workers on each host"
+        )
+    values = {
+        "--nnodes": Value(str(step.size), "SLURM_STEP_NUM_TASKS"),
+        "--node-rank": Value(str(step.task.rank), "SLURM_PROCID"),
+        "host": Value(step.first_host, "SLURM_STEP_NODELIST"),
+        "port": Value(str(step.ports[0]), "SLURM_STEP_ID"),
+    }
+    if gpus := environment.get("SLURM_GPUS_ON_NODE"):
+        values["--nproc-per-node"] = Value(gpus, "SLURM_GPUS_ON_NODE")
+    return values
+
+
+def _values(
+    arguments: dict[str, Any], environment: Mapping[str, str], of_step: dict[str, Value]
+) -> dict[str, Value]:
+    """Return the values of flags, else of Slurm's step, if any, else of the environment."""
     is_worker = OF_A_WORKER in environment
-    values = {}
+    values: dict[str, Value] = {}
     for name, variables in VARIABLES.items():
         usable = [v for v in variables if not (is_worker and v in ("RANK", "WORLD_SIZE"))]
         if variable := next((v for v in usable if environment.get(v)), None):
             values[name] = Value(environment[variable], variable)
+    values |= of_step
     for name in ("--nnodes", "--node-rank", "--nproc-per-node"):
         if _given(arguments, name):
             values[name] = Value(str(arguments[name.lstrip("-").replace("-", "_")]), name)
@@ -241,14 +277,20 @@ def _meet(values: dict[str, Value]) -> tuple[str, int]:
     return host, int(port)
 
 
-def _secret(arguments: dict[str, Any], environment: Mapping[str, str], host: str) -> str:
-    """Return the secret of the nodes, on loopback by default the user's own. Raises UsageError."""
+def _secret(
+    arguments: dict[str, Any], environment: Mapping[str, str], host: str, shares_home: bool
+) -> str:
+    """Return the secret of the nodes, by default the user's own on loopback, and where the hosts
+    share the home folder; empty without a rendezvous. Raises UsageError.
+    """
+    if not host:
+        return ""
     if path := arguments["rendezvous_secret_file"]:
         return read_token(path.read_text, f"--rendezvous-secret-file={path}")
     if SECRET in environment:
         return read_token(lambda _: environment[SECRET], SECRET)
     with suppress(OSError):
-        if is_loopback(host):
+        if is_loopback(host) or shares_home:
             return own_secret()
     raise UsageError(
         f"--rendezvous={host}: others could join the job, and run code as you: give all nodes the "

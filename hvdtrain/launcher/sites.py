@@ -49,8 +49,8 @@ def _hosts_of_slurm(environment: Mapping[str, str]) -> tuple[Host, ...]:
     if copies != "1":
         raise UsageError(
             f"SLURM_STEP_NUM_TASKS={shown(copies)}: srun has started that many copies of the "
-            "launcher; start one, in the batch script and without srun, or let srun start the "
-            "workers themselves: srun hvdtrain train ..."
+            "launcher; start one, in the batch script and without srun, or one on each host, "
+            "without -H: srun --ntasks-per-node=1"
         )
     if environment.get("SLURM_HET_SIZE", "1") != "1":
         raise UsageError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -251,6 +252,31 @@ def test_the_same_bits_after_a_requeue_on_fewer_hosts(
     assert (summary["world_size"], alone["world_size"]) == (2, 1)
     for name in ("params_sha256", "samples_seen", "valid_loss"):
         assert summary[name] == alone[name], job.output
+
+
+@pytest.mark.timeout(360)
+def test_srun_starts_the_launcher_on_each_host(
+    slurm: Slurm, submit: Submit, peace: dict[str, object], tmp_path: Path
+) -> None:
+    """Fails if launchers that srun starts do not make one job, without SSH; if a worker that stands
+    still has no verdict and no restart; or if the end is not that of the job over SSH.
+    """
+    flags = ["--nproc-per-node=1", "--restarts=3", "--watchdog-timeout-s=8"]
+    launch = shlex.join(hvdtrain("launch", *flags, "--", "train"))
+    recipe = tmp_path / "job.sh"
+    name = "--experiment=slurm-$SLURM_JOB_ID"
+    recipe.write_text(f'#!/bin/sh\nsrun --ntasks-per-node=1 {launch} "$@" {name}\n')
+    job = submit("--nodes=3", recipe=recipe)
+    job.wait_for_steps()
+    workers = [p for p in slurm.cluster.processes() if "[rank 1]" in p.cmdline()]
+    assert len(workers) == 1, workers
+    workers[0].suspend()
+    job.wait_for("restart 1 of 3")
+    summary = job.finish()
+    assert re.search(r"rank 1 on beta: stopped \(SIGSTOP\)", job.output), job.output
+    assert "all nodes have joined: alpha, beta, gamma" in job.output
+    for field in ("params_sha256", "samples_seen", "steps", "world_size"):
+        assert summary[field] == peace[field], job.output
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ CASES = [
     slurm("words", "SLURM_TASKS_PER_NODE='two': not a list of counts", TASKS_PER_NODE="two"),
     slurm(
         "srun",
-        "SLURM_STEP_NUM_TASKS='4': srun has started that many copies|without srun",
+        "SLURM_STEP_NUM_TASKS='4': srun has started that many copies|one on each host",
         STEP_NUM_TASKS="4",
     ),
     slurm("het", "SLURM_HET_SIZE: this is a heterogeneous job|-H or --hostfile", HET_SIZE="2"),

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from hvdtrain.errors import PreflightError, Stopped
 from hvdtrain.launcher.nodes import CODING, FIRST_NODE, SECRET, Rendezvous
+from hvdtrain.launcher.processes import spared_by_slurm
 from hvdtrain.launcher.protocol import (
     ALIVE_EVERY_S,
     Connection,
@@ -43,7 +44,7 @@ class NodeCommand:
         self._send = send
         self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.process = subprocess.Popen(
-            ["/bin/sh", "-c", command],
+            spared_by_slurm(["/bin/sh", "-c", command]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

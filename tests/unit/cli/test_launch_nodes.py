@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,17 @@ TRAIN_JOB = {
     "PET_NPROC_PER_NODE": "2",
     "PET_MASTER_ADDR": "job-master-0",
     "PET_MASTER_PORT": "23456",
+}
+# As srun sets them in a step of one task on each of three hosts.
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[08-10]",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
 }
 FLAGS = "--nnodes=3 --rendezvous=job-master-0:23456"
 
@@ -63,6 +75,26 @@ def test_a_node_is_what_flags_then_variables_say(
     monkeypatch.setattr("hvdtrain.cli.nodes.GPUS", "no such device")
     node = read(flags, **environment)
     assert node == Rendezvous(3, 2, "job-master-0", 23456, TOKEN, slots, ("train",))
+
+
+def test_a_step_of_slurm_makes_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if launchers that srun starts, one on each host, do not meet; if several on a host, or
+    hosts by flags, are taken for nodes; or if a secret is required where the home is shared.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("hvdtrain.cli.nodes.GPUS", "no such device")
+    nodes = [
+        read_rendezvous(parse("--nproc-per-node=2"), ["train"], STEP | {"SLURM_PROCID": rank})
+        for rank in ("0", "1")
+    ]
+    assert nodes[0] is not None and nodes[1] == replace(nodes[0], rank=1)
+    assert (nodes[0].nodes, nodes[0].host, nodes[0].slots) == (3, "gpu08", 2)
+    assert 20_000 <= nodes[0].port < 30_000
+    with_gpus = read_rendezvous(parse(""), [], STEP | {"SLURM_GPUS_ON_NODE": "4"})
+    assert with_gpus is not None and with_gpus.slots == 4
+    assert read_rendezvous(parse("-H a:2"), [], STEP) is None
+    with pytest.raises(UsageError, match="copies of the launcher on 2 hosts: one on each"):
+        read_rendezvous(parse(""), [], STEP | {"SLURM_STEP_NUM_NODES": "2"})
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_slots_of_slurm(variables: dict[str, str], expected: list[int]) -> None:
         ("a", {"TASKS_PER_NODE": "65537"}, "a host has 1 to 65,536 slots"),
         ("a", {"NTASKS_PER_NODE": "x"}, "SLURM_NTASKS_PER_NODE='x'"),
         ("a", {"JOB_CPUS_PER_NODE": "8", "CPUS_PER_TASK": "0"}, "SLURM_CPUS_PER_TASK='0'"),
-        ("a", {"STEP_NUM_TASKS": "4"}, "without srun"),
+        ("a", {"STEP_NUM_TASKS": "4"}, "srun --ntasks-per-node=1"),
         ("a", {"HET_SIZE": "2"}, "heterogeneous job"),
     ],
 )
