@@ -222,12 +222,12 @@ def run(arguments: dict[str, Any], problems: list[str], topology: Topology) -> i
     """Launch and return the exit code: that of the first failing worker, or 128 + n on signal n.
     With --detach, 0 once the workers are being started.
     """
+    if topology.launched and not is_step(os.environ):
+        elsewhere = "not under horovodrun or mpirun; under srun, once on each host"
+        raise UsageError(f"launch starts the workers itself: run it once, {elsewhere}")
     if arguments["print_kubernetes"] or arguments["image"]:
         return print_kubernetes(FLAGS, arguments, problems)
     launch = read_launch(arguments, problems)
-    if topology.launched and not (launch.meeting and is_step(os.environ)):
-        elsewhere = "not under horovodrun or mpirun; under srun, once on each host"
-        raise UsageError(f"launch starts the workers itself: run it once, {elsewhere}")
     if arguments["dry_run"]:
         return _dry_run(launch)
     if launch.meeting and launch.meeting.rank:
