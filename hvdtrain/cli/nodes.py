@@ -89,6 +89,8 @@ def find_job_hosts(
         nodes = range(rendezvous.nodes)
         return tuple(Host(f"node-rank-{n}", slots, None, "--nnodes", n) for n in nodes), rendezvous
     hosts, np = find_hosts(arguments), arguments["np"]
+    if is_step(environment):
+        raise UsageError("srun has started a launcher on each host: leave out -H and --hostfile")
     if hosts:
         return hosts, None
     if np is None:
