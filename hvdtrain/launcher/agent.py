@@ -258,11 +258,12 @@ def main() -> int:
     """Run the agent in the host's standby, or in a child; guard it, and return its exit code."""
     job = sys.argv[1]
     with contextlib.suppress(HvdtrainError):  # which the child reports
-        orders, _, environment = orders_of_worker(job)
-        if is_of_standby(orders, environment):
-            code = run_in_standby(job, environment)
-            if code is not None:
-                return code
+        if read_orders(job).job_folder:
+            orders, _, environment = orders_of_worker(job)
+            if is_of_standby(orders, environment):
+                code = run_in_standby(job, environment)
+                if code is not None:
+                    return code
     return run_guarded(lambda: run(job))
 
 

@@ -62,7 +62,6 @@ def run_guarded(work: Callable[[], int]) -> int:
         _end_with(guard)
         return work()
     _pass_on_signals(agent)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     codes: dict[int, int] = {}
     while agent not in codes:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
@@ -100,7 +99,6 @@ def run_in_standby(job: str, environment: Mapping[str, str]) -> int | None:
             return None
         standby.settimeout(None)
         _pass_on_signals(agent)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with suppress(OSError, ValueError):
             return int(answers.readline())
         return shell_code(-signal.SIGKILL)  # it has not left an exit code
@@ -167,13 +165,12 @@ def _conditions(job: str) -> dict[str, Any]:
 def end_with_guard(connection: socket.socket) -> None:
     """End this process and its descendants as soon as the guard closes the connection."""
 
-    def look(*_: object) -> None:
+    def is_closed() -> bool:
         with suppress(BlockingIOError):
-            if not connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
-                kill_descendants()
-                os._exit(EXIT_FAILED)
+            return not connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        return False
 
-    signal.signal(signal.SIGCONT, look)  # a signal that reaches a suspended process too
+    look = _end_if(is_closed)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, F_SETSIG, signal.SIGCONT)
     flags = fcntl.fcntl(connection, fcntl.F_GETFL)
@@ -183,21 +180,32 @@ def end_with_guard(connection: socket.socket) -> None:
 
 def _end_with(guard: int) -> None:
     """End this process and its descendants as soon as its parent `guard` has ended."""
+    look = _end_if(lambda: os.getppid() != guard)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    look()  # the guard may have ended already
+
+
+def _end_if(is_alone: Callable[[], bool]) -> Callable[..., None]:
+    """Return a function that ends this process and its descendants if the guard is gone; SIGCONT,
+    which reaches a suspended process too, calls it.
+    """
 
     def look(*_: object) -> None:
-        if os.getppid() != guard:
+        if is_alone():
             kill_descendants()
             os._exit(EXIT_FAILED)
 
     signal.signal(signal.SIGCONT, look)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # reaches a suspended process too
-    look()  # the guard may have ended already
+    return look
 
 
 def _pass_on_signals(agent: int) -> None:
+    """Pass on the signals that stop a job; ignore that of a closed terminal."""
+
     def pass_on(number: int, frame: FrameType | None) -> None:
         send_signal(number, [agent])
         send_signal(signal.SIGCONT, [agent])
 
     for number in PASSED_ON:
         signal.signal(number, pass_on)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)

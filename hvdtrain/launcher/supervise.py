@@ -169,10 +169,9 @@ class Supervisor:
         """Return how long other ranks may go on after a failure."""
         failed = [rank for rank in self._ranks if rank.has_failed]
         is_clear = any(not rank.is_victim for rank in failed)
-        workers_report = all(rank.speaks for rank in self._ranks)
-        return (
-            RESTART_GRACE_S if self._may_restart and is_clear and workers_report else PEERS_GRACE_S
-        )
+        if self._may_restart and is_clear and all(rank.speaks for rank in self._ranks):
+            return RESTART_GRACE_S
+        return PEERS_GRACE_S
 
     def _wait_for_all(self, limit_s: float, patient: bool = True) -> None:
         """Wait until no worker runs; if `patient`, until a second signal at the latest."""

@@ -114,12 +114,16 @@ def judge(seen: Evidence) -> JobOutcome:
 
 
 def _unsaved(seen: Evidence) -> list[Rank]:
-    """Return the ranks that did not end as a worker of hvdtrain does after saving, or before there
-    was anything to save.
+    return [rank for rank in seen.ranks if not _has_stopped_well(rank)]
+
+
+def _has_stopped_well(rank: Rank) -> bool:
+    """Return whether a worker of hvdtrain ended as it does after saving, or before there was
+    anything to save.
     """
-    codes = {0, *(128 + number for number in STOP_SIGNALS)}
-    begun = (rank for rank in seen.ranks if rank.state != "waiting")
-    return [rank for rank in begun if rank.state != "ended" or rank.exit_code not in codes]
+    return rank.state == "waiting" or (
+        rank.state == "ended" and (rank.exit_code == 0 or is_of_stop(rank.exit_code))
+    )
 
 
 def is_of_stop(exit_code: int | None) -> bool:

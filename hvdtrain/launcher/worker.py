@@ -1,8 +1,8 @@
 """A worker: the command that an agent starts, often a shell, and all processes that it starts.
 
-The agent is a subreaper, so all these processes remain its descendants, even
-those that outlive their parent or have a session of their own. One of them may be the speaker: the
-process that writes to the pulse pipe (hvdtrain/pulse.py), and that can save.
+The agent is a subreaper, so all these processes remain its descendants, even those that outlive
+their parent or have a session of their own. One of them may be the speaker: the process that writes
+to the pulse pipe (hvdtrain/pulse.py), and that can save.
 """
 
 import ctypes

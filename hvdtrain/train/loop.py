@@ -227,7 +227,7 @@ class TrainingLoop:
             hooks.observer.interval_end(totals, job.lr)
             if hooks.balancer is not None:
                 hooks.balancer.interval_end(totals)
-        if job.intervals.hash and step.number % job.intervals.hash == 0:
+        if job.intervals.is_due(job.intervals.hash, step.number):
             check_equal_on_all_ranks(job.model, self._exchange, f"after step {step.number}")
 
     def _note_differing_buffers(self) -> None:

@@ -38,8 +38,7 @@ def capture(
 
     `progress`: further plain values of rank 0 to save. `is_partner`: return one on this rank too.
     Raises TrainingError if parameters differ between ranks, naming the ranks, or if the state is
-    not finite, naming the first such tensor:
-    such a state is never saved.
+    not finite, naming the first such tensor: such a state is never saved.
     """
     at.meter.collect()
     check_equal_on_all_ranks(job.model, exchange, f"before the checkpoint of step {at.step}")

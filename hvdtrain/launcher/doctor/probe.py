@@ -234,7 +234,7 @@ def main() -> int:
         for line in sys.stdin:
             signal.alarm(LONGEST_LIFE_S)  # anew: a burn-in takes longer, and is asked all the time
             began, request = time.time(), json.loads(line)
-            if request["do"] == STAY:
+            if request.get("do") == STAY:
                 continue
             reply = answer(request)
             reply["values"] |= {"began": began, "ended": time.time()}

@@ -168,10 +168,11 @@ class ProbeSession:
 
 
 class HostSessions:
-    """The probe sessions of a job: one for each host, opened again only after it has ended."""
+    """One session with each host, opened again only after it has ended."""
 
-    def __init__(self, ssh: SshSetup) -> None:
-        self._ssh = ssh
+    def __init__(self, ssh: SshSetup, command: Sequence[str] = ()) -> None:
+        """`command`: as of ProbeSession."""
+        self._ssh, self._command = ssh, command
         self._sessions: dict[str, ProbeSession] = {}  # by host.address
         self._stayed_s = time.monotonic()
 
@@ -181,7 +182,7 @@ class HostSessions:
             session = self._sessions.get(host.address)
             if session is None or session.has_ended:
                 self.close([host.address])
-                self._sessions[host.address] = ProbeSession(host, self._ssh)
+                self._sessions[host.address] = ProbeSession(host, self._ssh, self._command)
         return {host.address: self._sessions[host.address] for host in hosts}
 
     def stay(self) -> None:
@@ -216,15 +217,8 @@ def open_sessions(
     """Run a probe, or `command`, on every host while the context lasts; yield the sessions by
     host.address.
     """
-    sessions: dict[str, ProbeSession] = {}
-    try:
-        for host in hosts:
-            sessions[host.address] = ProbeSession(host, ssh, command)
-        yield sessions
-    finally:
-        on_all(ProbeSession.close, sessions)
-        for session in sessions.values():
-            session.output.close()
+    with HostSessions(ssh, command) as sessions:
+        yield sessions.open(hosts)
 
 
 def on_all(
