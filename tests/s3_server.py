@@ -49,7 +49,8 @@ class S3Server:
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """A server with one empty bucket, in threads of this process."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed: launch/setup --test-tools")
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: launch/setup --test-tools")
+    s3fs.S3FileSystem.clear_instance_cache()  # of another server, in the same process
     moto = pytest.importorskip("moto.server", reason="moto is not installed")
     from werkzeug.serving import WSGIRequestHandler, make_server
 

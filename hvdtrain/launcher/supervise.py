@@ -21,7 +21,7 @@ from typing import Any
 from hvdtrain import cgroups
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.processes import spared_by_slurm
+from hvdtrain.launcher.processes import descendants, send_signal, spared_by_slurm, start_of
 from hvdtrain.launcher.protocol import LOST_AFTER_S, Message
 from hvdtrain.launcher.ranks import Limits, Rank, silent_ranks
 from hvdtrain.launcher.verdict import Evidence, JobOutcome, judge
@@ -33,6 +33,7 @@ HOROVODRUN_GRACE_S = 20.0  # least time for workers to save once horovodrun is e
 STACKS_WAIT_S = 2.0
 NEXT_START_S = 0.5  # before the next start, for horovodrun of this one to end
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
+FAMILY_WAIT_S = 5.0  # for what it started to end after it
 
 
 @dataclass
@@ -266,9 +267,20 @@ class Supervisor:
 
 
 def _end(horovodrun: subprocess.Popen[bytes], alone_s: float) -> None:
-    """Wait for horovodrun to end by itself; then end its process group: mpirun takes its time."""
+    """Wait for horovodrun to end by itself; then end its process group, and whatever it started.
+
+    mpirun takes its time. The ssh to a host that is gone has a session of its own, and stays.
+    """
+    family: dict[int, str] = {}
     for number, limit_s in ((0, alone_s), (signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
+        family |= {pid: start_of(pid) for pid in descendants(horovodrun.pid)}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(horovodrun.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             horovodrun.wait(limit_s)
+    deadline = time.monotonic() + FAMILY_WAIT_S
+    while left := [pid for pid, start in family.items() if start and start_of(pid) == start]:
+        if time.monotonic() > deadline:
+            send_signal(signal.SIGKILL, left)
+            return
+        time.sleep(TICK_S)

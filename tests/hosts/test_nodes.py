@@ -96,7 +96,8 @@ def test_who_may_join_and_what_ends_all(cluster: Cluster) -> None:
         assert "node rank 1 on beta has another value of command" in node.text
     show = f"import os; print(os.environ['OWN'], os.environ.get('{SECRET}')); {WAIT}"
     nodes = [launch(cluster, rank, words=["python", "-c", show]) for rank in range(3)]
-    nodes[0].wait_for("[2] waits", 60)
+    for waits in ("waits", "[1] waits", "[2] waits"):
+        nodes[0].wait_for(waits, 60)
     nodes[2].process.send_signal(signal.SIGTERM)
     assert [node.wait(60) for node in nodes] == [143, 143, 143], nodes[0].text
     for rank, mark in enumerate(("", "[1] ", "[2] ")):

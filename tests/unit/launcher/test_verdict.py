@@ -85,8 +85,25 @@ CASES = [
     ),
     # A stop is no failure, whatever the workers made of it.
     (evidence(rank(0, 143), rank(1, 143), requested=[15]), 143, False, "every worker was notified"),
-    (evidence(rank(0, 143), rank(1, -9), requested=[2, 2]), 130, False, "rank 1 had not ended"),
-    (evidence(rank(0, -9), rank(1, -9), requested=[2, 2]), 130, False, "ranks 0, 1 had not ended"),
+    (
+        evidence(rank(0, 143), rank(1, -9, put_down=True), requested=[2, 2]),
+        130,
+        False,
+        "rank 1 had not ended before the second signal: killed",
+    ),
+    # It was sent while workers were starting, or after a host was lost.
+    (
+        evidence(rank(0, state="waiting"), rank(1, 143), requested=[15]),
+        143,
+        False,
+        "stopped by SIGTERM: rank 0 had not started",
+    ),
+    (
+        evidence(rank(0, -9, put_down=True), rank(1, state="lost"), requested=[15]),
+        143,
+        False,
+        "rank 0 had not ended within 60 s (--stop-within-s): killed; rank 1 cannot be reached any",
+    ),
     # But for a worker of hvdtrain that has not saved.
     (
         evidence(rank(0, 1, speaks=True), rank(1, 143, speaks=True), requested=[15]),
