@@ -22,6 +22,8 @@ from hvdtrain.slurm import in_job
 # signals this close to the first one count as one.
 TOGETHER_S = 1.0
 ABANDONED_AFTER_S = 60.0
+TRACKER = "multiprocessing.resource_tracker"
+HELPERS_GRACE_S = 1.0  # for those that end by themselves after the process that they help
 _IGNORE_SIGTERM = """\
 import os, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -199,6 +201,16 @@ def send_signal(number: int, pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(OSError):
             os.kill(pid, number)
+
+
+def kill_all(pids: Sequence[int], since_s: float) -> None:
+    """Kill processes, but until HELPERS_GRACE_S after `since_s` (time.monotonic()) not the trackers
+    of multiprocessing: these then end by themselves, once they have removed the semaphores and
+    shared memory of those that were killed.
+    """
+    if time.monotonic() - since_s < HELPERS_GRACE_S:
+        pids = [pid for pid in pids if TRACKER not in command_of(pid)]
+    send_signal(signal.SIGKILL, pids)
 
 
 def reap(codes: dict[int, int]) -> bool:

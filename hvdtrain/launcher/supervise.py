@@ -21,7 +21,7 @@ from typing import Any
 from hvdtrain import cgroups
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.logs import Logs
-from hvdtrain.launcher.processes import descendants, send_signal, spared_by_slurm, start_of
+from hvdtrain.launcher.processes import descendants, kill_all, spared_by_slurm, start_of
 from hvdtrain.launcher.protocol import LOST_AFTER_S, Message
 from hvdtrain.launcher.ranks import Limits, Rank, silent_ranks
 from hvdtrain.launcher.verdict import Evidence, JobOutcome, judge
@@ -33,7 +33,10 @@ HOROVODRUN_GRACE_S = 20.0  # least time for workers to save once horovodrun is e
 STACKS_WAIT_S = 2.0
 NEXT_START_S = 0.5  # before the next start, for horovodrun of this one to end
 LEAVE_WAIT_S = 10.0  # for horovodrun to end after "leave"
-FAMILY_WAIT_S = 5.0  # for what it started to end after it
+STOP_WAIT_S = 3.0  # then, for it to end after SIGTERM
+SSH_WAIT_S = 0.5  # then, for each ssh that it started to end
+MPIRUN_WAIT_S = 15.0  # the same for mpirun, which ends its daemons, on a busy machine
+KILL_WAIT_S = 2.0  # then, for these to end once they are killed
 
 
 @dataclass
@@ -191,7 +194,9 @@ class Supervisor:
         while self._channel.connected and time.monotonic() < deadline:
             self._channel.poll(TICK_S, self._receive, self._lose)
         alone_s = LEAVE_WAIT_S if well else 0.0
-        ending = threading.Thread(target=_end, args=(horovodrun, alone_s), name="horovodrun")
+        family_s = MPIRUN_WAIT_S if "--mpi" in self._command else SSH_WAIT_S
+        limits_s = (alone_s, family_s)
+        ending = threading.Thread(target=_end, args=(horovodrun, *limits_s), name="horovodrun")
         ending.start()  # not a daemon: the launcher does not end before
         may_go_on = self._may_restart and not self._requested()
         ending.join(NEXT_START_S if may_go_on else None)
@@ -266,21 +271,29 @@ class Supervisor:
             self._evidence.blame("a rank")
 
 
-def _end(horovodrun: subprocess.Popen[bytes], alone_s: float) -> None:
+def _end(horovodrun: subprocess.Popen[bytes], alone_s: float, family_s: float) -> None:
     """Wait for horovodrun to end by itself; then end its process group, and whatever it started.
 
-    mpirun takes its time. The ssh to a host that is gone has a session of its own, and stays.
+    The ssh to a host that is gone has a session of its own, and stays; so do the semaphores that
+    horovodrun shares with the parent of this ssh.
+
+    `alone_s`: for horovodrun to end by itself; `family_s`: then, for what it started.
     """
     family: dict[int, str] = {}
-    for number, limit_s in ((0, alone_s), (signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
+    for number, limit_s in ((0, alone_s), (signal.SIGTERM, STOP_WAIT_S)):
         family |= {pid: start_of(pid) for pid in descendants(horovodrun.pid)}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(horovodrun.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             horovodrun.wait(limit_s)
-    deadline = time.monotonic() + FAMILY_WAIT_S
+    horovodrun.kill()
+    kill_at_s = time.monotonic() + family_s
     while left := [pid for pid, start in family.items() if start and start_of(pid) == start]:
-        if time.monotonic() > deadline:
-            send_signal(signal.SIGKILL, left)
-            return
+        if time.monotonic() > kill_at_s:
+            kill_all(left, kill_at_s)
+        if time.monotonic() > kill_at_s + KILL_WAIT_S:
+            break
         time.sleep(TICK_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(horovodrun.pid, signal.SIGKILL)
+    horovodrun.wait()

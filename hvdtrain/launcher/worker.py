@@ -14,9 +14,10 @@ import time
 from functools import partial
 
 from hvdtrain.launcher.processes import (
-    command_of,
+    HELPERS_GRACE_S,
     descendants,
     id_within,
+    kill_all,
     process_state,
     reap,
     send_signal,
@@ -25,8 +26,6 @@ from hvdtrain.launcher.protocol import Orders
 from hvdtrain.pulse import PULSE_FD, STACKS_SIGNAL
 
 NEXT_S = 5.0  # for a shell to end after its last command
-TRACKER = "multiprocessing.resource_tracker"
-HELPERS_GRACE_S = 1.0  # for those that end by themselves after the process that they help
 REST_GRACE_S = 3.0  # for processes that the command leaves behind
 KILLED_S = 2.0  # longest wait for killed processes, less than the launcher waits for their end
 CANNOT_START = 127  # exit code, as in shells
@@ -77,7 +76,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         self._killed_s = min(self._killed_s, time.monotonic())
-        _kill_all(since_s=self._killed_s)
+        kill_all(descendants(os.getpid()), self._killed_s)
 
     def poll(self) -> int | None:
         """Reap, and end leftovers; return the exit code once no process is left, else None.
@@ -157,15 +156,5 @@ def kill_descendants() -> None:
     """Kill all descendants of this process, and wait up to KILL_S for their end."""
     began_s = time.monotonic()
     while reap({}) and time.monotonic() < began_s + KILL_S:
-        _kill_all(began_s)
+        kill_all(descendants(os.getpid()), began_s)
         time.sleep(ROUND_S)
-
-
-def _kill_all(since_s: float) -> None:
-    """Kill all descendants, but for HELPERS_GRACE_S not the trackers of multiprocessing, which then
-    end by themselves: they remove the semaphores and shared memory of those that were killed.
-    """
-    pids = descendants(os.getpid())
-    if time.monotonic() - since_s < HELPERS_GRACE_S:
-        pids = [pid for pid in pids if TRACKER not in command_of(pid)]
-    send_signal(signal.SIGKILL, pids)

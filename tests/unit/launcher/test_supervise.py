@@ -15,15 +15,14 @@ STARTS = "setsid sh -c 'trap \"\" TERM; echo started; while :; do sleep 1; done'
 
 
 @pytest.mark.timeout(60)
-def test_what_horovodrun_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_horovodrun_has_started_ends_with_it() -> None:
     """Fails if a process of another session, which horovodrun leaves behind, stays."""
-    monkeypatch.setattr(supervise, "FAMILY_WAIT_S", 0.2)
     command = ["sh", "-c", STARTS]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     with process:
         assert process.stdout and process.stdout.readline() == b"started\n"
         started = {pid: start_of(pid) for pid in descendants(process.pid)}
         assert started
-        supervise._end(process, 0.0)
+        supervise._end(process, 0.0, 0.2)
         psutil.wait_procs([psutil.Process(pid) for pid in started if start_of(pid)], 5)
     assert not [pid for pid, start in started.items() if start and start_of(pid) == start]
