@@ -164,13 +164,12 @@ def explain_silence(rank: Rank) -> str:
 def _explain_stop(seen: Evidence, lost: bool = False) -> str:
     limit = f"within {seen.limits.stop_within_s:g} s (--stop-within-s)"
     late = f"had not ended {limit if len(seen.requested) == 1 else 'before the second signal'}"
-    kinds = {
-        f"{late}: killed": [rank for rank in seen.ranks if rank.put_down],
-        "had not started": [rank for rank in seen.ranks if rank.state == "waiting"],
-        "cannot be reached any more": [rank for rank in seen.ranks if rank.state == "lost"],
+    numbers_by_end = {
+        f"{late}: killed": [rank.number for rank in seen.ranks if rank.put_down],
+        "had not started": [rank.number for rank in seen.ranks if rank.state == "waiting"],
+        "cannot be reached any more": [rank.number for rank in seen.ranks if rank.state == "lost"],
     }
-    numbers_by_kind = {how: [rank.number for rank in ranks] for how, ranks in kinds.items()}
-    ends = [f"{name_ranks(numbers)} {how}" for how, numbers in numbers_by_kind.items() if numbers]
+    ends = [f"{name_ranks(numbers)} {end}" for end, numbers in numbers_by_end.items() if numbers]
     how = "; ".join(ends) or "every worker was notified and has ended"
     return f"stopped by {signal.Signals(seen.requested[0]).name}: {how}{_explain_lost(seen, lost)}"
 

@@ -12,20 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import distributed, nn
+from same_work import lenet
+from torch import distributed
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH, SAMPLES, EVERY, FAILS_AFTER = 30, 256, 5, timedelta(seconds=8)
-
-
-def lenet() -> nn.Module:
-    """Return a network with the layers and sizes of `--model lenet`."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2)),
-        *(nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten()),
-        *(nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)),
-    )
 
 
 def main() -> None:
@@ -35,7 +27,7 @@ def main() -> None:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
     inputs, labels = torch.rand(SAMPLES, 1, 28, 28), torch.randint(10, (SAMPLES,))
-    model = DistributedDataParallel(lenet())
+    model = DistributedDataParallel(lenet(channels=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     first = 1
     if snapshot.exists():

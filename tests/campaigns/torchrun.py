@@ -18,6 +18,7 @@ import random
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,10 +29,11 @@ from pathlib import Path
 
 import psutil
 
-from tests.campaigns import elastic_ddp
+from hvdtrain.lab.bench.peer_runs import SCRIPTS
 from tests.hosts.namespaces import Cluster
 from tests.hosts.trials import CUT_OFF, KILL_LAUNCHER, SLOTS, TAKEN_BACK, Lines
 
+SCRIPT = str(Path(__file__).with_name("elastic_ddp.py"))
 STEPS, FIRST, LAST = 400, 8, 20  # of a job; between which steps the fault comes
 RESTARTS, LIMIT_S = 99, 120.0
 ON_THE_WAY_S = 0.5  # for lines that were printed before a fault
@@ -40,6 +42,7 @@ LOST_HOST = "lose the first host"
 VARIABLES = {
     "GLOO_SOCKET_IFNAME": "eth0",
     "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(SCRIPTS),
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=alpha:29400"]
@@ -59,7 +62,7 @@ class ElasticJob:
         for host in self.cluster.hosts:
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", *RENDEZVOUS]
             command += [f"--nproc-per-node={host.slots}", f"--max-restarts={RESTARTS}"]
-            command += [f"--local-addr={host.name}", elastic_ddp.__file__]
+            command += [f"--local-addr={host.name}", SCRIPT]
             command += [str(self.folder / "snapshot.pt"), str(STEPS)]
             number = len(self.nodes)
             self.nodes.append(Lines(self.cluster.start(command, number, variables=VARIABLES)))
@@ -87,7 +90,7 @@ class ElasticJob:
 
     def weights(self) -> str:
         """Wait for the end of the job; return the hash that it has printed, or empty."""
-        with suppress(Exception):
+        with suppress(subprocess.TimeoutExpired):
             for node in self.nodes:
                 node.wait(LIMIT_S)
         found = re.findall(r"^weights (\w+)", "".join(n.text for n in self.nodes), re.MULTILINE)
@@ -99,7 +102,7 @@ class ElasticJob:
         for process in self.cluster.processes():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 words = process.cmdline()
-                if elastic_ddp.__file__ in words and "torch.distributed.run" not in words:
+                if SCRIPT in words and "torch.distributed.run" not in words:
                     workers.append(process)
         self.dice.choice(workers).send_signal(number)
 
