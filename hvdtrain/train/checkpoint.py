@@ -2,9 +2,8 @@
 
 A checkpoint is a folder: model.safetensors (the weights, to evaluate and to export),
 training_state.pt (the state to resume from), and manifest.json with the size and SHA-256 of both.
-It is written under a temporary name, synced to disk and renamed, so it is never visible half
-written. An existing checkpoint of the same step is set aside for the moment of the renaming; if it
-fails then, or is killed, `put_back` restores it.
+It is written under a temporary name, synced and renamed, so it is never visible half written. One
+of the same step is set aside meanwhile; if that is interrupted, `put_back` restores it.
 """
 
 import errno
@@ -190,7 +189,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         pointed = {*self.held(), *(_pointed(self.folder / name) for name in ("last", "best"))}
-        checkpoints = [path for path in self.complete() if self._is_own(path)]
+        existing = self.complete()  # whose manifests take time to read
+        checkpoints = existing[self._keep :] and [path for path in existing if self._is_own(path)]
         for path in checkpoints[self._keep :]:
             if path.name not in pointed:
                 # Renamed first, so that a partial removal does not look like a checkpoint.

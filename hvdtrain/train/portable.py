@@ -8,7 +8,7 @@ weights takes dense tensors of real numbers: others are stored as such, and thei
 
 import datetime
 import io
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path, PosixPath
 from typing import Any, NamedTuple
@@ -21,6 +21,13 @@ from hvdtrain.tensors import changed, items_of
 from hvdtrain.train.bounded import Inflated
 
 KIND = "hvdtrain.kind"
+LARGEST_INTEGER = 2**63
+PLAIN_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64} | {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
 
 
 class Form(NamedTuple):
@@ -89,12 +96,34 @@ def refuse_unreadable(state: Any, name: str) -> None:
 
 
 def refuse_unreadable_file(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise UsageError unless the state just written can be read; tensors are not read."""
+    """Raise UsageError unless the state just written can be read; tensors are not read. One of
+    plain values can be, which is known without reading it.
+    """
+    if _is_plain(state):
+        return
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         refuse_unreadable(native(state), "state")
         raise UsageError(f"the state that was written cannot be read: {error}") from error
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a state has only dense tensors, numbers, texts and dicts, lists and tuples of
+    these, and nothing of a derived type.
+    """
+    kind = type(value)
+    if kind is OrderedDict and not _is_plain(vars(value)):
+        return False
+    if kind in (dict, OrderedDict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    if kind is int:
+        return bool(-LARGEST_INTEGER <= value <= LARGEST_INTEGER)
+    if kind is torch.Tensor:
+        return value.layout is torch.strided and value.dtype in PLAIN_DTYPES and not vars(value)
+    return kind in (str, float, bool, type(None))
 
 
 def _unreadable(state: Any, name: str) -> str | None:

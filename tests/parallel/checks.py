@@ -42,6 +42,7 @@ from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, join
 from hvdtrain.exchange.agreement import check_equal_on_all_ranks, run_on_all
 from hvdtrain.exchange.connect import ENVIRONMENT_DEFAULTS
 from hvdtrain.exchange.horovod import HorovodExchange
+from hvdtrain.exchange.objects import HEAD_BYTES, is_small, pickled
 from hvdtrain.models import build_model
 from hvdtrain.pulse import RING_TOKEN, Pulse
 from hvdtrain.ring import all_reduce, gamma
@@ -520,6 +521,19 @@ def converted_models_are_refused(exchange: Exchange) -> None:
         expect(TrainingError, expected, optimizer.step)
 
 
+def objects_of_any_size_arrive(exchange: Exchange) -> None:
+    """Objects around the size of a head, of which some ranks have small and others large ones."""
+    largest = next(n for n in range(HEAD_BYTES) if not is_small(len(pickled(bytes(n))))) - 1
+    for case, length in enumerate((0, 1, largest, largest + 1, 100_000)):
+        for sender in range(exchange.size):  # the others have short ones
+            own = bytes([exchange.rank]) * (length if exchange.rank == sender else 3)
+            gathered = exchange.all_gather_object(own, f"test.objects.{case}.{sender}")
+            lengths = [length if rank == sender else 3 for rank in range(exchange.size)]
+            assert gathered == [bytes([rank]) * n for rank, n in enumerate(lengths)]
+        value = bytes([7]) * length if exchange.rank == 0 else None
+        assert exchange.broadcast_object(value, f"test.object.{case}") == bytes([7]) * length
+
+
 def failures_are_agreed_on(exchange: Exchange) -> None:
     """One rank's bad input ends all ranks, with its text and its exit code."""
     last = exchange.size - 1
@@ -734,6 +748,7 @@ CHECKS = (
     unfrozen_parameters_are_noticed,
     ranks_must_build_the_same_model,
     converted_models_are_refused,
+    objects_of_any_size_arrive,
     failures_are_agreed_on,
     evaluation_counts_each_sample_once,
     trained_models_are_used_by_all_ranks,
