@@ -75,7 +75,7 @@ class Step:
         self.first_trained: OptimizerIndices = ()  # those of the first passes
         self._made: list[StepSums] = []  # of each update
         self.end_requested = self.end_agreed = False  # of the run: by this rank, by all ranks
-        self._sums = StepSums(job.device)
+        self._sums: StepSums  # of the passes since `batches` was called
         self._guard = GradientGuard(job, exchange, number)
         self._gathering = gathering_of(exchange, job.feed.shares) if job.gathers else None
         job.set_lr(number)

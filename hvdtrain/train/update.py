@@ -131,13 +131,13 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether sums over all elements are finite; with an infinite one or NaN one is not.
 
-    Memory is read once, and only small tensors are copied. On a device, where a sum for each tensor
-    is a kernel to start, it is the norm of all elements, and the host waits once.
+    Memory is read once, and nothing is copied. On a device, where a sum for each tensor is a kernel
+    to start, it is the norm of all elements, and the host waits once.
     """
     tensor_list = list(tensors)
     if tensor_list and tensor_list[0].device.type != "cpu":
         return bool(torch.nn.utils.get_total_norm(list(map(_values, tensor_list))).isfinite())
-    return math.isfinite(sum(_values(tensor).sum().item() for tensor in _joined(tensor_list)))
+    return all([math.isfinite(_values(tensor).sum().item()) for tensor in tensor_list])
 
 
 def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
