@@ -137,7 +137,7 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     tensor_list = list(tensors)
     if tensor_list and tensor_list[0].device.type != "cpu":
         return bool(torch.nn.utils.get_total_norm(list(map(_values, tensor_list))).isfinite())
-    return all([math.isfinite(_values(tensor).sum().item()) for tensor in tensor_list])
+    return all(math.isfinite(_values(tensor).sum().item()) for tensor in tensor_list)
 
 
 def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
