@@ -40,7 +40,7 @@ from hvdtrain.pulse import MEMORY_DIR, WorkerPulse, stop_within_s
 
 # Between two readings of the pulse. If each beat, of several in a step, woke the agent, it would take
 # time from the worker: 8 % of a core with steps of 4 ms.
-PULSE_EVERY_S = 0.05
+PULSE_EVERY_S = 0.1
 ORPHAN_GRACE_S = 30.0  # least time for the worker to save and end, once the launcher is gone
 FLUSH_AFTER_S = 0.3  # an unterminated line is sent after this time
 MOST_PENDING_BYTES = 1 << 18  # or at this size; a message may hold 16 times as many

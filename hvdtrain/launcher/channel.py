@@ -48,6 +48,7 @@ class Channel:
         self._guard = GuardedListener(self._listener, self._drop, PATIENCE_S)
         self._strangers: dict[Connection, tuple[str, float]] = {}  # challenge, since when
         self._agents: dict[int, Connection] = {}
+        self._ranks: dict[Connection, int] = {}
         self._beat_s, self._longest_pause_s = _boot_time_s(), 0.0
         self._closed = threading.Event()
         threading.Thread(target=self._keep_alive, name="keep-alive", daemon=True).start()
@@ -148,7 +149,7 @@ class Channel:
             return
         del self._strangers[connection]
         self._guard.leave(connection)
-        self._agents[rank] = connection
+        self._agents[rank], self._ranks[connection] = connection, rank
         self.admitted.add(rank)
         on_message(rank, {"hello": introduction})
 
@@ -162,7 +163,7 @@ class Channel:
         return None
 
     def _receive(self, connection: Connection, on_message: OnMessage, on_lost: OnLost) -> None:
-        rank = next((r for r, agent in self._agents.items() if agent is connection), None)
+        rank = self._ranks.get(connection)
         if rank is None:
             return  # dropped earlier in this round
         try:
@@ -189,5 +190,6 @@ class Channel:
             self._selector.unregister(connection)
         self._strangers.pop(connection, None)
         self._guard.leave(connection)
-        self._agents = {r: agent for r, agent in self._agents.items() if agent is not connection}
+        if (rank := self._ranks.pop(connection, None)) is not None:
+            self._agents.pop(rank)
         connection.close()

@@ -27,6 +27,7 @@ from hvdtrain.launcher.ranks import Limits, Rank, silent_ranks
 from hvdtrain.launcher.verdict import Evidence, JobOutcome, judge
 
 TICK_S = 0.1
+SHORTEST_TURN_S = 0.02  # each looks at all ranks, of which hundreds may report every second
 PEERS_GRACE_S = 3.0  # for other ranks to end, and for rank 0 to write its summary
 RESTART_GRACE_S = 0.3  # the same, if it is known which rank has failed, and a restart follows
 HOROVODRUN_GRACE_S = 20.0  # least time for workers to save once horovodrun is ending
@@ -82,7 +83,7 @@ class Supervisor:
         self._channel, self._logs, self._limits = channel, logs, limits
         self._watch, self._requested, self._show = watch, requested, show
         self._ranks = watch.ranks
-        self._signals_passed_on = 0
+        self._signals_passed_on, self._all_here = 0, False
         self._broadcasts: list[Message] = []
         self._evidence = Evidence(watch.ranks, limits, logs.folder)
         logs.shown_ranks = None
@@ -118,8 +119,11 @@ class Supervisor:
         self._channel.send(message)
 
     def _turn(self) -> None:
+        began_s = time.monotonic()
         self._channel.poll(TICK_S, self._receive, self._lose)
         self._show(self._watch)
+        if self._all_here:  # agents that join are let in one a turn
+            time.sleep(max(0.0, began_s + SHORTEST_TURN_S - time.monotonic()))
 
     def _is_over(self, horovodrun: subprocess.Popen[bytes]) -> bool:
         """Return whether the job has ended or must be ended; record the cause."""
@@ -231,7 +235,8 @@ class Supervisor:
                 self._logs.open(number)
                 for broadcast in self._broadcasts:
                     self._channel.send(broadcast, number)
-                if all(other.state != "waiting" for other in self._ranks):
+                self._all_here = all(other.state != "waiting" for other in self._ranks)
+                if self._all_here:
                     self._channel.send({"all_here": True})
             case {"output": output}:
                 rank.spoke_s = time.monotonic()
