@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +127,35 @@ def test_a_line_is_not_kept_waiting(job: Job) -> None:
     """Fails when a prompt or a progress bar, which end no line, are held back."""
     job.run_python("import time; print('waiting ...', end='', flush=True); time.sleep(300)")
     job.wait_for_output(b"waiting ...")
+
+
+BEATS = """
+import os, time
+pulse = int(os.environ["HVDTRAIN_PULSE_FD"])
+os.write(pulse, b"?%d\\n" % os.getpid())
+print("beats", flush=True)
+step = 0
+while True:
+    step += 1
+    os.write(pulse, b"+compute %d 1.0\\n" % step)
+    time.sleep(0.001)
+"""
+
+
+def test_beats_do_not_wake_the_agent(job: Job) -> None:
+    """Fails if an agent is woken by each beat of its worker, whose cores it uses, or reads none."""
+    job.run_python(BEATS)
+    job.wait_for_output(b"beats")
+    before, began_s = times_woken(job.agent()), time.monotonic()
+    time.sleep(2)
+    woken = times_woken(job.agent()) - before
+    job.poll_until(lambda: any(report["step"] > 300 for report in job.hear_all("alive")))
+    assert woken < 40 * (time.monotonic() - began_s)
+
+
+def times_woken(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 def test_the_launcher_receives_the_state_of_the_worker(job: Job) -> None:
