@@ -38,8 +38,8 @@ from hvdtrain.launcher.worker import CANNOT_START, WorkerProcess, start_command
 from hvdtrain.log import complain
 from hvdtrain.pulse import MEMORY_DIR, WorkerPulse, stop_within_s
 
-# Between two readings of the pulse. If each beat, of several in a step, woke the agent, it would take
-# time from the worker: 8 % of a core with steps of 4 ms.
+# Between two readings of the pulse. If each beat, of several in a step, woke the agent, that would
+# take time from the worker: 8 % of a core with steps of 4 ms.
 PULSE_EVERY_S = 0.1
 ORPHAN_GRACE_S = 30.0  # least time for the worker to save and end, once the launcher is gone
 FLUSH_AFTER_S = 0.3  # an unterminated line is sent after this time
