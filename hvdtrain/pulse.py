@@ -52,6 +52,7 @@ BEFORE_EXCHANGE = ("data", "compute")  # phases of a step for which other ranks 
 OWN = (*BEFORE_EXCHANGE, "update")  # those that depend on this rank alone
 FULL_PIPE_TIMEOUT_S = 5.0
 FINAL = (EXIT_USAGE, EXIT_MISMATCH)  # exit codes of errors that a restart cannot change
+PIPE_BYTES = 1 << 20  # room for some seconds: the agent does not read at once
 STEPS_SHOWN = 10  # steps over which a rank's own time is averaged
 
 
@@ -121,6 +122,7 @@ class Pulse:
 
     def end(self, error: Exception) -> None:
         """Report the error that this process ends with."""
+        self._wait_for_room()
         cause: dict[str, Any] = {"peer": isinstance(error, PeerFailure)}
         cause["final"] = getattr(error, "exit_code", None) in FINAL
         if isinstance(error, ComputeMismatch):
@@ -163,7 +165,7 @@ class WorkerPulse:
     def read(self) -> bool:
         """Read the available data; return False once the worker has closed its end."""
         try:
-            data = os.read(self._fd, 1 << 16)
+            data = os.read(self._fd, PIPE_BYTES)
         except BlockingIOError:
             return True
         if not data:

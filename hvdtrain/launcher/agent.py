@@ -10,6 +10,7 @@ agent stops its worker and exits; when the agent is killed, its guard kills the 
 """
 
 import contextlib
+import fcntl
 import os
 import selectors
 import signal
@@ -36,11 +37,11 @@ from hvdtrain.launcher.protocol import (
 )
 from hvdtrain.launcher.worker import CANNOT_START, WorkerProcess, start_command
 from hvdtrain.log import complain
-from hvdtrain.pulse import MEMORY_DIR, WorkerPulse, stop_within_s
+from hvdtrain.pulse import MEMORY_DIR, PIPE_BYTES, WorkerPulse, stop_within_s
 
 # Between two readings of the pulse. If each beat, of several in a step, woke the agent, that would
 # take time from the worker: 8 % of a core with steps of 4 ms.
-PULSE_EVERY_S = 0.1
+PULSE_EVERY_S = 0.05
 ORPHAN_GRACE_S = 30.0  # least time for the worker to save and end, once the launcher is gone
 FLUSH_AFTER_S = 0.3  # an unterminated line is sent after this time
 MOST_PENDING_BYTES = 1 << 18  # or at this size; a message may hold 16 times as many
@@ -73,6 +74,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         output, writing = os.pipe()
         beats, pulse = os.pipe()
+        with contextlib.suppress(OSError):  # the pipes of one user may take so much in all
+            fcntl.fcntl(beats, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(output, False)
         self._pulse, self._pulse_read_s = WorkerPulse(beats, orders.furthest), 0.0
         self._output = output
