@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -102,8 +102,7 @@ class StepSums:
         self._host_sums[0][PHASES_FROM:LOSS] = phases_s
         name = f"hvdtrain.step_sums.{step % 2}" + (f".{part}" if part else "")
         if exchange.size == 1 and not self._computed.numel():
-            local = self.local
-            self._total = lambda: local
+            self._total = partial(list, self.local)
             return
         rows = self._rows()
         read, of_all = reader(rows.device), exchange.sum_later(rows, name)
