@@ -151,15 +151,10 @@ def _sum_of_rows(rows: torch.Tensor) -> list[float]:
     return list((rows[0] if len(rows) == 1 else rows.sum(0)).tolist())
 
 
-def _joined(sums: Sequence[float], further: Sequence[float]) -> list[float]:
+def _joined(one: Sequence[float], other: Sequence[float]) -> list[float]:
     """Return the sums of two updates of a step: loss, count and what ranks ask for of the first."""
-    both = _added(sums, further)
-    return [
-        *sums[:PHASES_FROM],
-        *both[PHASES_FROM:LOSS],
-        *sums[LOSS:NOT_FINITE],
-        *both[NOT_FINITE:],
-    ]
+    both = _added(one, other)
+    return [*one[:PHASES_FROM], *both[PHASES_FROM:LOSS], *one[LOSS:NOT_FINITE], *both[NOT_FINITE:]]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hvdtrain.exchange.gradients import parameters_of
 Optimizers = Sequence[torch.optim.Optimizer]
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL_ELEMENTS = 1 << 12  # of a tensor for which an operation costs its call, not its elements
+FEW_TENSORS = 64  # so few are not worth joining
 JOINED_ELEMENTS = 1 << 16  # of small tensors that one operation takes together
 
 
@@ -131,13 +132,15 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether sums over all elements are finite; with an infinite one or NaN one is not.
 
-    Memory is read once, and nothing is copied. On a device, where a sum for each tensor is a kernel
-    to start, it is the norm of all elements, and the host waits once.
+    Memory is read once, and only tensors of a model with many small ones are copied. On a device,
+    where a sum for each tensor is a kernel to start, it is the norm of all elements, and the host
+    waits once.
     """
     tensor_list = list(tensors)
     if tensor_list and tensor_list[0].device.type != "cpu":
         return bool(torch.nn.utils.get_total_norm(list(map(_values, tensor_list))).isfinite())
-    return all(math.isfinite(_values(tensor).sum().item()) for tensor in tensor_list)
+    parts = tensor_list if len(tensor_list) <= FEW_TENSORS else _joined(tensor_list)
+    return all(math.isfinite(_values(part).sum().item()) for part in parts)
 
 
 def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
