@@ -8,7 +8,6 @@ import json
 import math
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 
 from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher.horovodrun import horovodrun_environment
-from hvdtrain.launcher.processes import marked, send_signal
+from hvdtrain.launcher.processes import kill_all, marked
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 MARK = "HVDTRAIN_CHILD_MARK"  # identifies one command
@@ -91,10 +90,9 @@ class CommandProcess:
         self._process.terminate()
 
     def end(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
         end_marked(MARK, self._mark)
+        self._process.kill()
+        self._process.wait()
 
 
 @contextlib.contextmanager
@@ -181,8 +179,9 @@ def read_json(path: Path) -> Result:
 
 def end_marked(name: str, mark: str) -> None:
     """Kill all processes with this mark; return once they are gone."""
+    began_s = time.monotonic()
     while left := marked(name, mark):
-        send_signal(signal.SIGKILL, left)
+        kill_all([*left], began_s)
         time.sleep(POLL_S)
 
 
