@@ -159,9 +159,6 @@ class WorkerPulse:
         self._busy_of_steps: list[float] = []
         self.speaker = 0  # id of the process that writes to the pipe, in its PID namespace
 
-    def fileno(self) -> int:
-        return self._fd
-
     def read(self) -> bool:
         """Read the available data; return False once the worker has closed its end."""
         try:

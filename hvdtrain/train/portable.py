@@ -22,7 +22,13 @@ from hvdtrain.train.bounded import Inflated
 
 KIND = "hvdtrain.kind"
 LARGEST_INTEGER = 2**63
-PLAIN_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64} | {
+PLAIN_DTYPES = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
     torch.float16,
     torch.bfloat16,
     torch.float32,

@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from hvdtrain.interpreter import module_argv, peak_memory
 from hvdtrain.lab.disturbance import Disturbance
 from hvdtrain.launcher.channel import Channel
@@ -38,7 +40,6 @@ MOST_CPU = 0.1  # of a core, for the launcher
 GROWTH = 1.5  # times what N log N allows from the fewest workers on
 LEAST_CPU = 0.01  # of a core, which the launcher may take in any case
 LIMIT_S = 300.0
-TICKS = os.sysconf("SC_CLK_TCK")
 HERE = "tests.campaigns.many_workers"
 TOKEN = "the token of these stand-ins"
 THREADS = 32  # that connect agents
@@ -101,8 +102,8 @@ def launched(workers: int, seconds: float, folder: Path) -> Measured:
 
 
 def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def spoken(workers: int, seconds: float, folder: Path) -> Measured:
