@@ -317,14 +317,14 @@ def unseeded() -> Dataset:
 
 
 class BusyAtTimes(torch.nn.Sequential):
-    """One rank takes 0.03 s longer for the passes of its process within BUSY, such as 0:30."""
+    """One rank takes 0.1 s longer for the passes of its process within BUSY, such as 0:30."""
 
     passes = itertools.count()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training and Topology.from_environment().rank == FAULTY_RANK:
             first, stop = map(int, os.environ.get(BUSY, "0:0").split(":"))
-            time.sleep(0.03 * (first <= next(self.passes) < stop))
+            time.sleep(0.1 * (first <= next(self.passes) < stop))
         return super().forward(images)
 
 

@@ -46,9 +46,11 @@ def test_virtual_workers_leave_a_busy_worker_and_come_back(tmp_path: Path) -> No
         flags = [*BUSY_AT_TIMES, *CHECKS, f"--max-steps={steps}", "--resume=auto"]
         done = train(flags, tmp_path / "moved", 2, "gloo", variables={BUSY: busy})
         assert done.exit_code == 0, done.output
-        assert re.search(r"rank weights: [\d.,]+ \(measured\)", done.output), done.output
+        first = re.search(r"\(measured\), virtual workers by rank: (\d)", done.output)
+        assert first, done.output
         moves = re.findall(r"virtual workers move: rank 0 (\d) -> (\d), rank 1", done.output)
-        counts.append([int(count) for move in moves for count in move])
+        assert all(old != new for old, new in moves), moves
+        counts.append([int(first[1]), *(int(new) for _, new in moves)])
     # Away from the worker that was busy when the run began; towards the one that is busy later.
     (before, *_, back), (*_, away) = counts
     assert before > back < away, counts
