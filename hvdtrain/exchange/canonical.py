@@ -21,7 +21,6 @@ gradients, so that both exchanges overlap with the rest of that pass.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -38,36 +37,9 @@ from hvdtrain.exchange.gradients import (
     part_of,
     real_length,
 )
+from hvdtrain.exchange.rounding import BLOCK, FORMATS, rounding_on
 
-BLOCK = 256  # elements of a parameter that share an exponent
 BUCKET_BYTES = 1 << 18  # smaller parameters travel together
-ROWS_AT_A_TIME = 256  # blocks converted at a time, so that they stay in a core's cache
-
-
-@dataclass(frozen=True)
-class _Format:
-    """A floating-point type, and the integers in which its values are added."""
-
-    bits: int  # of a sum of all shares, without its sign
-    integer: torch.dtype
-    mantissa_bits: int
-    bias: int  # the exponent field of 1.0
-    infinite: int  # the exponent field of infinities and NaNs
-
-    def exponent_fields(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Return the exponent fields of values that are not negative, as int32."""
-        return (magnitudes.view(self.integer) >> self.mantissa_bits).to(torch.int32)
-
-    def powers(self, exponents: torch.Tensor) -> torch.Tensor:
-        """Return 2^exponents, exactly; they must be those of normal numbers."""
-        fields = (exponents.to(self.integer) + self.bias) << self.mantissa_bits
-        return fields.view(torch.float32 if self.integer == torch.int32 else torch.float64)
-
-
-_FORMATS = {
-    torch.float32: _Format(30, torch.int32, 23, 127, 255),
-    torch.float64: _Format(62, torch.int64, 52, 1023, 2047),
-}
 
 
 class _Rows:
@@ -79,10 +51,11 @@ class _Rows:
         lengths = [-(-real_length(parameter) // BLOCK) * BLOCK for parameter in parameters]
         *self._starts, total = itertools.accumulate(lengths, initial=0)
         self._dtype = added_dtype(parameters[0].dtype)
-        self.form = _FORMATS[self._dtype]
+        self.form = FORMATS[self._dtype]
         # (rows, BLOCK): the sum, first of this rank, then of all ranks.
         shape, device = (total // BLOCK, BLOCK), parameters[0].device
         self.integers = torch.zeros(shape, dtype=self.form.integer, device=device)
+        self.rounding = rounding_on(device)
         self.shares: list[torch.Tensor] = []  # this rank's, (rows, BLOCK) each
         self.clear()
 
@@ -232,12 +205,12 @@ class CanonicalSums:
         form, integers = bucket.form, bucket.integers
         exponents = torch.zeros(len(integers) + 1, dtype=torch.int32, device=integers.device)
         for share in bucket.shares:
-            fields = form.exponent_fields(_largest(share))
+            fields = bucket.rounding.largest_fields(share)
             marked = (fields == form.infinite).any()
             # On a device the host would wait for all that it has started, so it does not ask.
             if share.device.type != "cpu" or bool(marked):
                 exponents[-1].logical_or_(marked)
-                fields = form.exponent_fields(_largest(_finite(share)))
+                fields = bucket.rounding.largest_fields(_finite(share))
             torch.maximum(exponents[:-1], fields, out=exponents[:-1])
         bucket.exponents = exponents
         bucket.agreed = self._begin(bucket, exponents, "max", "exponents")
@@ -258,7 +231,9 @@ class CanonicalSums:
                 others += share.masked_fill(share.isfinite(), 0)
             shares = [_finite(share) for share in shares]
             bucket.marked = self._begin(bucket, others, "sum", "not_finite")
-        _add_rounded(shares, form.powers(scaling)[:, None], bucket.integers)
+        if not shares:
+            bucket.integers.zero_()
+        bucket.rounding.add_rounded(shares, form.powers(scaling)[:, None], bucket.integers)
         bucket.shares.clear()
         bucket.added = self._begin(bucket, bucket.integers, "sum", "integers")
 
@@ -270,9 +245,7 @@ class CanonicalSums:
         """Collective: wait for the sums of a bucket, and convert them to gradients."""
         assert bucket.added is not None and bucket.quanta is not None
         bucket.added.wait()
-        total = torch.empty_like(bucket.integers, dtype=bucket.quanta.dtype)
-        for rows in _parts_of(total):
-            total[rows].copy_(bucket.integers[rows]).mul_(bucket.quanta[rows])
+        total = bucket.rounding.converted(bucket.integers, bucket.quanta)
         if bucket.marked is not None:
             total += bucket.marked.wait()
             total.masked_fill_(total.isnan(), torch.nan)  # NaNs have many bit patterns
@@ -285,7 +258,7 @@ def check_types(model: torch.nn.Module) -> None:
     others = [
         f"{name} ({parameter.dtype})"
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and added_dtype(parameter.dtype) not in _FORMATS
+        if parameter.requires_grad and added_dtype(parameter.dtype) not in FORMATS
     ]
     if others:
         raise UsageError(
@@ -294,37 +267,5 @@ def check_types(model: torch.nn.Module) -> None:
         )
 
 
-def _largest(rows: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of each row; NaN if it has one."""
-    return torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg()).abs()
-
-
 def _finite(rows: torch.Tensor) -> torch.Tensor:
     return rows.masked_fill(~rows.isfinite(), 0)
-
-
-def _parts_of(rows: torch.Tensor) -> Iterator[slice]:
-    """Yield the parts of rows that are converted at a time: all of them on a device, on which each
-    operation is a kernel to start. The bits do not depend on it.
-    """
-    step = ROWS_AT_A_TIME if rows.device.type == "cpu" else max(len(rows), 1)
-    return (slice(start, start + step) for start in range(0, len(rows), step))
-
-
-def _add_rounded(
-    shares: Sequence[torch.Tensor], scales: torch.Tensor, integers: torch.Tensor
-) -> None:
-    """Set `integers` to the sum of the shares, each times `scales` and rounded.
-
-    Memory is read and written once: a part stays in a core's cache through all passes over it.
-    """
-    if not shares:
-        integers.zero_()
-    for rows in _parts_of(integers):
-        total = integers[rows]
-        for number, share in enumerate(shares):
-            rounded = (share[rows] * scales[rows]).round_()
-            if number == 0:
-                total.copy_(rounded)
-            else:
-                total += rounded.to(integers.dtype)

@@ -42,6 +42,7 @@ EDITS = (
     *building.RELEASE,
     *sums.WAITING,
     *sums.BY_HOST,
+    *sums.CANONICAL,
     *runner.HOSTS,
     *sums.STALLS,
 )

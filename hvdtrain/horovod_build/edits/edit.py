@@ -16,6 +16,7 @@ ADDED = {
     "native/sleeping_mpi.h": "horovod/common",
     "native/shared_memory.h": "horovod/common",
     "native/gloo_by_host.h": "horovod/common",
+    "native/canonical_sums.h": "horovod/torch",
     "runner/any_shell.py": "horovod/runner/util",
     "runner/host_connection.py": "horovod/runner/util",
     "runner/host_starter.py": "horovod/runner/util",

@@ -242,6 +242,15 @@ BY_HOST = (
     ),
 )
 
+CANONICAL = (
+    Edit(
+        "horovod/torch/mpi_ops_v2.cc",
+        '#include "adapter_v2.h"\n',
+        '#include "adapter_v2.h"\n#include "canonical_sums.h"\n',
+        "canonical sums convert gradients in one pass over memory, torch's operations in several",
+    ),
+)
+
 STALLS = (
     Edit(
         "horovod/common/operations.cc",

@@ -1,0 +1,110 @@
+"""Conversions of canonical sums, by torch's operations, or on a CPU by those of Horovod's build.
+
+Values are rows of BLOCK elements, (rows, BLOCK), of float32 or float64. The bits are the same either
+way. `horovod_build/native/canonical_sums.h` registers its operations when Horovod is loaded; without
+Horovod, with another build of it, and on other devices there are torch's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BLOCK = 256  # elements of a parameter that share an exponent
+ROWS_AT_A_TIME = 256  # rows that torch converts at a time, so that they stay in a core's cache
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point type, and the integers in which its values are added."""
+
+    bits: int  # of a sum of all shares, without its sign
+    integer: torch.dtype
+    mantissa_bits: int
+    bias: int  # the exponent field of 1.0
+    infinite: int  # the exponent field of infinities and NaNs
+
+    def powers(self, exponents: torch.Tensor) -> torch.Tensor:
+        """Return 2^exponents, exactly; they must be those of normal numbers."""
+        fields = (exponents.to(self.integer) + self.bias) << self.mantissa_bits
+        return fields.view(torch.float32 if self.integer == torch.int32 else torch.float64)
+
+
+FORMATS = {
+    torch.float32: Format(30, torch.int32, 23, 127, 255),
+    torch.float64: Format(62, torch.int64, 52, 1023, 2047),
+}
+
+
+class Rounding:
+    """The conversions, by torch's operations."""
+
+    def largest_fields(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the exponent field of each row's largest magnitude, int32; `Format.infinite` if it
+        has an infinity or a NaN.
+        """
+        form = FORMATS[values.dtype]
+        largest = torch.maximum(values.amax(dim=1), values.amin(dim=1).neg()).abs()
+        return (largest.view(form.integer) >> form.mantissa_bits).to(torch.int32)
+
+    def add_rounded(
+        self, shares: Sequence[torch.Tensor], scales: torch.Tensor, integers: torch.Tensor
+    ) -> None:
+        """Set `integers` to the sum of the shares, each times its row's scale and rounded, ties to
+        even.
+
+        `scales`: (rows, 1). Products must fit into the integers.
+        """
+        # Memory is read and written once: a part stays in a core's cache through all passes.
+        for rows in _parts_of(integers):
+            total = integers[rows]
+            for number, share in enumerate(shares):
+                rounded = (share[rows] * scales[rows]).round_()
+                if number == 0:
+                    total.copy_(rounded)
+                else:
+                    total += rounded.to(integers.dtype)
+
+    def converted(self, integers: torch.Tensor, quanta: torch.Tensor) -> torch.Tensor:
+        """Return the integers, rounded to the type of `quanta`, (rows, 1), times that of the row."""
+        values = torch.empty_like(integers, dtype=quanta.dtype)
+        for rows in _parts_of(values):
+            values[rows].copy_(integers[rows]).mul_(quanta[rows])
+        return values
+
+
+class NativeRounding(Rounding):
+    """The conversions, each in one pass over memory, where Horovod's build has them."""
+
+    def __init__(self, operations: Any) -> None:
+        self._operations = operations
+
+    def largest_fields(self, values: torch.Tensor) -> torch.Tensor:
+        fields: torch.Tensor = self._operations.largest_fields(values)
+        return fields
+
+    def add_rounded(
+        self, shares: Sequence[torch.Tensor], scales: torch.Tensor, integers: torch.Tensor
+    ) -> None:
+        for number, share in enumerate(shares):
+            self._operations.round_to(integers, share, scales, number > 0)
+
+    def converted(self, integers: torch.Tensor, quanta: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self._operations.converted(integers, quanta)
+        return values
+
+
+def rounding_on(device: torch.device) -> Rounding:
+    """Return the conversions for values on `device`."""
+    operations = torch.ops.hvdtrain
+    is_native = device.type == "cpu" and hasattr(operations, "largest_fields")
+    return NativeRounding(operations) if is_native else Rounding()
+
+
+def _parts_of(rows: torch.Tensor) -> Iterator[slice]:
+    """Yield the parts of rows that are converted at a time: all of them on a device, on which each
+    operation is a kernel to start. The bits do not depend on it.
+    """
+    step = ROWS_AT_A_TIME if rows.device.type == "cpu" else max(len(rows), 1)
+    return (slice(start, start + step) for start in range(0, len(rows), step))

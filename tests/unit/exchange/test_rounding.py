@@ -1,0 +1,102 @@
+"""The conversions of canonical sums: torch's and those of Horovod's build, against the reference."""
+
+import horovod.torch  # noqa: F401  (registers the operations of its build)
+import numpy as np
+import pytest
+import torch
+
+from hvdtrain.exchange.rounding import BLOCK, FORMATS, NativeRounding, Rounding, rounding_on
+from hvdtrain.ring.canonical import exponents, from_integers, to_integers
+
+WORKERS = 6
+BOTH = [Rounding(), NativeRounding(torch.ops.hvdtrain)]
+FLOATS = [torch.float32, torch.float64]
+
+
+def rows_of(dtype: torch.dtype, rows: int, seed: int) -> torch.Tensor:
+    """Return values of all magnitudes of the type: subnormal, zeros of both signs, ties."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn((rows, BLOCK), generator=generator, dtype=dtype)
+    lowest = -149 if dtype == torch.float32 else -1074
+    powers = torch.randint(lowest, -lowest // 2, (rows, 1), generator=generator, dtype=dtype)
+    values = torch.ldexp(values, powers)
+    values[:, ::7] = torch.ldexp(torch.ones(rows, 1, dtype=dtype), powers - 3)  # exact powers
+    values[:, ::31], values[:, 3::31] = 0.0, -0.0
+    values[1::5] = 0.0
+    return values
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [0, 1, 2, 257])
+@pytest.mark.parametrize("rounding", BOTH)
+def test_both_convert_as_the_reference_does(
+    rounding: Rounding, rows: int, dtype: torch.dtype
+) -> None:
+    """Fails if an exponent, an integer or a float has another bit than in the reference."""
+    form = FORMATS[dtype]
+    shares = [rows_of(dtype, rows, seed) for seed in range(3)]
+    flat = [share.numpy().reshape(-1) for share in shares]
+    agreed = np.zeros(rows, np.int32) - 2000
+    for values in flat:
+        np.maximum(agreed, exponents(values, WORKERS), out=agreed)
+    fields = torch.stack([rounding.largest_fields(share) for share in shares]).amax(dim=0)
+    lowest = form.bits - 3 - (form.bias - 1)
+    assert fields.dtype == torch.int32
+    assert torch.equal((fields - form.bias + 1).clamp(min=lowest), torch.from_numpy(agreed))
+    shifts = form.bits - 3 - torch.from_numpy(agreed)
+    integers = torch.full((rows, BLOCK), 77, dtype=form.integer)  # of the step before
+    rounding.add_rounded(shares, form.powers(shifts)[:, None], integers)
+    expected = sum(to_integers(values, agreed, WORKERS) for values in flat)
+    assert np.array_equal(integers.numpy().reshape(-1), expected)
+    assert rows < 2 or integers.any()
+    result = rounding.converted(integers, form.powers(-shifts)[:, None])
+    reference = from_integers(expected, agreed, flat[0].dtype, WORKERS)
+    assert result.shape == (rows, BLOCK)
+    assert result.numpy().tobytes() == reference.tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rounding", BOTH)
+def test_ties_are_rounded_to_even(rounding: Rounding, dtype: torch.dtype) -> None:
+    """Fails if a half is rounded up, away from zero or by truncation."""
+    values = (torch.arange(BLOCK, dtype=dtype)[None] - 128) / 2
+    integers = torch.zeros((1, BLOCK), dtype=FORMATS[dtype].integer)
+    rounding.add_rounded([values], torch.ones((1, 1), dtype=dtype), integers)
+    assert torch.equal(integers.to(dtype), values.round())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan, -torch.nan])
+@pytest.mark.parametrize("rounding", BOTH)
+def test_what_is_not_finite_shows_in_the_exponent(
+    rounding: Rounding, odd: float, dtype: torch.dtype
+) -> None:
+    """Fails if an infinity or a NaN is taken for a number, or marks another row."""
+    values = rows_of(dtype, 4, 1)
+    values[2, 200] = odd
+    marked = rounding.largest_fields(values) == FORMATS[dtype].infinite
+    assert marked.tolist() == [False, False, True, False]
+
+
+def test_rows_of_another_shape_are_refused() -> None:
+    """Fails if an operation reads or writes beyond its rows, or takes rows of another layout."""
+    operations, values = torch.ops.hvdtrain, rows_of(torch.float32, 4, 1)
+    scales, integers = torch.ones(4), torch.zeros((4, BLOCK), dtype=torch.int32)
+    for arguments in (
+        (integers, values, scales[:3], False),
+        (integers[:3], values, scales, False),
+        (integers, values.t().contiguous().t(), scales, False),
+        (integers.long(), values, scales, False),
+    ):
+        with pytest.raises(RuntimeError):
+            operations.round_to(*arguments)
+    with pytest.raises(RuntimeError):
+        operations.largest_fields(values[:, 1:])
+    with pytest.raises(RuntimeError):
+        operations.converted(integers, scales.double())
+
+
+def test_a_cpu_has_the_conversions_of_the_build() -> None:
+    """Fails if they are built, and not used on a CPU, or used on another device."""
+    assert isinstance(rounding_on(torch.device("cpu")), NativeRounding)
+    assert type(rounding_on(torch.device("meta"))) is Rounding
