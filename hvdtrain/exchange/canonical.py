@@ -16,7 +16,9 @@ Infinities and NaNs count as 0 in the integers. They are added as floats, in whi
 not depend on the order either, and put back.
 
 Parameters travel in buckets. A bucket begins as soon as the last share's backward pass has made its
-gradients, so that both exchanges overlap with the rest of that pass.
+gradients, so that both exchanges overlap with the rest of that pass. The small buckets are complete
+at its end, where every exchange is waited for. Where their shares are few bytes in all, each rank
+gathers those of all ranks, in one exchange, and adds them itself.
 """
 
 import itertools
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.exchange import Exchange, Pending
+from hvdtrain.exchange import Exchange, Pending, SingleProcess
 from hvdtrain.exchange.buckets import messages_of
 from hvdtrain.exchange.distributed_optimizer import Trainable
 from hvdtrain.exchange.gradients import (
@@ -40,22 +42,35 @@ from hvdtrain.exchange.gradients import (
 from hvdtrain.exchange.rounding import BLOCK, FORMATS, rounding_on
 
 BUCKET_BYTES = 1 << 18  # smaller parameters travel together
+GATHERED_BYTES = 1 << 18  # all shares of a bucket, if they are gathered to be added
 
 
 class _Rows:
     """Parameters that are summed together, as rows of BLOCK elements; each begins a new row."""
 
-    def __init__(self, number: int, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Prepare the sums of these parameters, `number` of all that are summed together."""
+    def __init__(
+        self,
+        number: int,
+        parameters: Sequence[torch.nn.Parameter],
+        shares: int,
+        exchange: Exchange,
+    ) -> None:
+        """Prepare the sums of these parameters, `number` of all that are summed together.
+
+        `shares`: number of shares over all ranks.
+        """
         self.number, self.parameters = number, parameters
         lengths = [-(-real_length(parameter) // BLOCK) * BLOCK for parameter in parameters]
         *self._starts, total = itertools.accumulate(lengths, initial=0)
-        self._dtype = added_dtype(parameters[0].dtype)
-        self.form = FORMATS[self._dtype]
+        self.dtype = added_dtype(parameters[0].dtype)
+        self.form = FORMATS[self.dtype]
         # (rows, BLOCK): the sum, first of this rank, then of all ranks.
         shape, device = (total // BLOCK, BLOCK), parameters[0].device
         self.integers = torch.zeros(shape, dtype=self.form.integer, device=device)
         self.rounding = rounding_on(device)
+        self.is_gathered = exchange.size > 1 and shares * self.integers.nbytes <= GATHERED_BYTES
+        # With whom exponents and integers are exchanged; with none, once all shares are here.
+        self.exchange = SingleProcess() if self.is_gathered else exchange
         self.shares: list[torch.Tensor] = []  # this rank's, (rows, BLOCK) each
         self.clear()
 
@@ -63,12 +78,18 @@ class _Rows:
         """Forget the last step."""
         self.missing = len(self.parameters)  # without a gradient of the last share yet
         self.shares.clear()
+        self.gathered: Pending | None = None  # the exchange of all shares, (shares, rows, BLOCK)
         # (rows + 1,); the last one: whether any is not finite.
         self.exponents: torch.Tensor | None = None
         self.agreed: Pending | None = None  # the exchange of exponents
         self.quanta: torch.Tensor | None = None  # (rows, 1): what the integers are multiples of
         self.added: Pending | None = None  # the exchange of integers
         self.marked: Pending | None = None  # the exchange of the sums of infinities and NaNs
+
+    @property
+    def is_sent(self) -> bool:
+        """Return whether the last share of this rank is complete, and its exchange has begun."""
+        return self.gathered is not None or self.agreed is not None
 
     def by_parameter(self, rows: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Yield each parameter with its part of the rows, in the shape of `as_real`."""
@@ -82,9 +103,9 @@ class _Rows:
             return
         first = gradients[0]
         if len(gradients) == 1 and first is not None and real_length(first) % BLOCK == 0:
-            self.shares.append(as_real(first.detach()).reshape(-1, BLOCK).to(self._dtype))
+            self.shares.append(as_real(first.detach()).reshape(-1, BLOCK).to(self.dtype))
             return
-        rows = torch.zeros_like(self.integers, dtype=self._dtype)
+        rows = torch.zeros_like(self.integers, dtype=self.dtype)
         for parameter, part in self.by_parameter(rows):
             if parameter.grad is not None:
                 part.copy_(as_real(parameter.grad.detach()))
@@ -114,7 +135,7 @@ class CanonicalSums:
         The trainable parameters must be those of `check_types`.
         """
         make_gradients_dense(model, optimizer)
-        self._exchange = exchange
+        self._exchange, self._shares, self._first_share = exchange, shares, 0
         self._name = "hvdtrain.canonical" + (f".{index}" if index else "")
         self._headroom = (shares - 1).bit_length()  # ceil(log2(shares))
         self._optimizer = optimizer
@@ -123,7 +144,7 @@ class CanonicalSums:
         self._overlaps = False  # in this pass
         self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
         self._buckets = [
-            _Rows(number, list(message.values()))
+            _Rows(number, list(message.values()), shares, exchange)
             for number, message in enumerate(messages_of(model, optimizer, BUCKET_BYTES))
         ]
         self._hooks = [
@@ -141,9 +162,9 @@ class CanonicalSums:
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self) -> None:
-        """Begin a step, without any share."""
-        self._overlaps = False
+    def begin(self, first_share: int) -> None:
+        """Begin a step, without any share; `first_share`: the number of this rank's first one."""
+        self._overlaps, self._first_share = False, first_share
         for bucket in self._buckets:
             bucket.clear()
 
@@ -169,9 +190,12 @@ class CanonicalSums:
             self._may_overlap = True
         self._trainable.check(self._optimizer)
         for bucket in self._buckets:
-            if bucket.agreed is None:
-                self._send_exponents(bucket)
+            if not bucket.is_sent:
+                self._send(bucket)
         for bucket in self._buckets:
+            if bucket.gathered is not None:
+                bucket.shares = [*bucket.gathered.wait().view(bucket.dtype)]
+                self._send_exponents(bucket)
             if bucket.added is None:
                 self._send_integers(bucket)
         for bucket in self._buckets:
@@ -181,7 +205,7 @@ class CanonicalSums:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             if parameter in self._made:
                 self._may_overlap = False
-                if bucket.agreed is not None:
+                if bucket.is_sent:
                     raise TrainingError(
                         f"a backward pass has made the gradient of a parameter of shape "
                         f"{list(parameter.shape)} in several parts, for the first time: with "
@@ -192,16 +216,28 @@ class CanonicalSums:
                 return
             bucket.missing -= 1
             if bucket.missing == 0:
-                self._send_exponents(bucket)
+                self._send(bucket)
             for other in self._buckets:
                 if other.agreed is not None and other.added is None and other.agreed.done():
                     self._send_integers(other)
 
         return gradient_is_ready
 
+    def _send(self, bucket: _Rows) -> None:
+        """Collective: begin the exchange of a bucket whose last share of this rank is complete."""
+        bucket.add_share()
+        if not bucket.is_gathered:
+            self._send_exponents(bucket)
+            return
+        # Each place has the bits of one share, and zeros of all other ranks: a sum of integers.
+        places = bucket.integers.new_zeros((self._shares, *bucket.integers.shape))
+        for number, share in enumerate(bucket.shares, start=self._first_share):
+            places[number] = share.view(places.dtype)
+        name = f"{self._name}.shares.{bucket.number}"
+        bucket.gathered = self._exchange.begin_reduction(places, "sum", name)
+
     def _send_exponents(self, bucket: _Rows) -> None:
         """Collective: begin to agree on the exponents of a bucket's blocks."""
-        bucket.add_share()
         form, integers = bucket.form, bucket.integers
         exponents = torch.zeros(len(integers) + 1, dtype=torch.int32, device=integers.device)
         for share in bucket.shares:
@@ -239,7 +275,7 @@ class CanonicalSums:
 
     def _begin(self, bucket: _Rows, values: torch.Tensor, op: str, what: str) -> Pending:
         """Collective: begin to reduce values of a bucket."""
-        return self._exchange.begin_reduction(values, op, f"{self._name}.{what}.{bucket.number}")
+        return bucket.exchange.begin_reduction(values, op, f"{self._name}.{what}.{bucket.number}")
 
     def _receive(self, bucket: _Rows) -> None:
         """Collective: wait for the sums of a bucket, and convert them to gradients."""

@@ -1,8 +1,8 @@
 """Conversions of canonical sums, by torch's operations, or on a CPU by those of Horovod's build.
 
-Values are rows of BLOCK elements, (rows, BLOCK), of float32 or float64. The bits are the same either
-way. `horovod_build/native/canonical_sums.h` registers its operations when Horovod is loaded; without
-Horovod, with another build of it, and on other devices there are torch's.
+Values are rows of BLOCK elements, (rows, BLOCK), of float32 or float64. The bits are the same with
+both. `horovod_build/native/canonical_sums.h` registers its operations when Horovod is loaded.
+Torch's serve other devices, processes without Horovod, and other builds of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ class Rounding:
                     total += rounded.to(integers.dtype)
 
     def converted(self, integers: torch.Tensor, quanta: torch.Tensor) -> torch.Tensor:
-        """Return the integers, rounded to the type of `quanta`, (rows, 1), times that of the row."""
+        """Return the integers in the type of `quanta`, (rows, 1), rounded, times their row's."""
         values = torch.empty_like(integers, dtype=quanta.dtype)
         for rows in _parts_of(values):
             values[rows].copy_(integers[rows]).mul_(quanta[rows])

@@ -225,7 +225,7 @@ class VirtualWorkers(Workers):
         if self._first_hash == "":
             self._first_hash = params_sha256(self._model, with_buffers=False)
         for sums in self._sums:
-            sums.begin()
+            sums.begin(min(self._shares.of_rank(self._exchange.rank), default=0))
 
     def begin_pass(self, step: int, share: int, number: int, is_last: bool) -> None:
         if self._current not in (None, share):

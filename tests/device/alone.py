@@ -307,7 +307,7 @@ def check_two_workers(folder: Path) -> None:
 
 
 def _summed(sums: CanonicalSums, parameter: torch.nn.Parameter) -> None:
-    sums.begin()
+    sums.begin(0)
     for share in range(2):
         sums.begin_pass(share == 1)
         parameter.grad = torch.ones_like(parameter)

@@ -92,7 +92,7 @@ def sums_of_rank(
     sums = CanonicalSums(model, optimizer, len(gradients), exchange)
     for step in (1, 2):
         optimizer.zero_grad()
-        sums.begin()
+        sums.begin(of_rank[exchange.rank].start)
         own = gradients[of_rank[exchange.rank]]
         for number, factors in enumerate(own, start=1):
             if number > 1:
@@ -106,7 +106,9 @@ def sums_of_rank(
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buckets of few shares of small parameters are gathered, all others are not."""
     monkeypatch.setattr(canonical, "BUCKET_BYTES", 8192)
+    monkeypatch.setattr(canonical, "GATHERED_BYTES", 40960)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -171,7 +173,7 @@ def test_a_gradient_made_in_several_parts() -> None:
         sums = CanonicalSums(model, optimizer, 1, SingleProcess())
         for step in (1, 2, 3):
             optimizer.zero_grad()
-            sums.begin()
+            sums.begin(0)
             sums.begin_pass(is_last=True)
             model.is_checkpointed = first or step == 3
             if not first and step == 3:
@@ -192,7 +194,7 @@ def test_a_parameter_that_is_unfrozen_later_is_reported() -> None:
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     sums = CanonicalSums(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, SingleProcess())
-    sums.begin()
+    sums.begin(0)
     model.bias.requires_grad_(True)
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(TrainingError, match="1 added or unfrozen"):

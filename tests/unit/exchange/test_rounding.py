@@ -1,4 +1,4 @@
-"""The conversions of canonical sums: torch's and those of Horovod's build, against the reference."""
+"""The conversions of canonical sums, torch's and those of our Horovod, against the reference."""
 
 import horovod.torch  # noqa: F401  (registers the operations of its build)
 import numpy as np
