@@ -27,20 +27,23 @@ class TensorBoardFiles:
     def __init__(self, folder: Path, resumed_from: int) -> None:
         """`resumed_from`: the step to resume from; later scalars are dropped."""
         self._folder = folder
-        from torch.utils.tensorboard import SummaryWriter  # slow, and only for rank 0
+        # Slow, and only for rank 0.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: SummaryWriter | None = None
+        self._summary = Summary
+        self._writer: Any = None  # a SummaryWriter
         with self._tolerating():
             make_folder(folder)
             self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step."""
+        """Add the values of a step, as one event: a third of the work of one for each."""
         if writer := self._writer:
             with self._tolerating():
                 self._folder.stat()  # of files that were removed nothing else is noticed
-                for name, value in values.items():
-                    writer.add_scalar(name, value, step)
+                tagged = [{"tag": name, "simple_value": v} for name, v in values.items()]
+                writer.file_writer.add_summary(self._summary(value=tagged), step)
 
     def close(self, status: str, summary: dict[str, Any]) -> None:
         """Complete the files, which hold nothing of status and summary."""

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class Update:
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Return the context manager for the forward pass; not `enabled`: in full precision."""
         enabled = enabled and self._amp_dtype is not None
+        if not enabled and not torch.is_autocast_enabled(self._device.type):
+            return nullcontext()  # quick
         return torch.autocast(self._device.type, dtype=self._amp_dtype, enabled=enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
