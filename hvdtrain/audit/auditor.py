@@ -17,6 +17,7 @@ from hvdtrain.audit.capture import (
     LocalGradients,
     Parts,
     Piece,
+    block_elements,
     flattened,
     make_blocks,
     values_of,
@@ -107,7 +108,8 @@ class Auditor:
             whole = [[number] for number in numbers.values()]
             if self._messages is not None:
                 whole = [[numbers[name] for name in message] for message in self._messages()]
-        self._parts = Parts(lengths, self._part_count, self._seed, whole)
+        self._most = block_elements(self._transport.size)
+        self._parts = Parts(lengths, self._part_count, self._seed, whole, self._most)
         self._local = LocalGradients(self._parameters)
 
     def begin(self, step: int, data: StepData | None = None) -> None:
@@ -141,7 +143,7 @@ class Auditor:
                 group for group in groups if id(self._parameters[group[0].parameter]) in owned
             ]
         self._pieces = list(chain.from_iterable(groups))
-        blocks = make_blocks(groups, self._parameters, self._check.whole)
+        blocks = make_blocks(groups, self._parameters, self._most if self._check.joins else 0)
         local_worst, digests = NO_ERROR, []
         for block, local, reduced in values_of(blocks, self._local, self._parameters):
             digests.append(digest(reduced))

@@ -12,12 +12,22 @@ import torch
 
 from hvdtrain.exchange.gradients import as_real, dense, real_dtype
 
-# Elements compared at a time: their float64 arrays fit in a core's cache.
+# Elements compared at a time, at least: their float64 arrays fit in a core's cache.
 BLOCK_ELEMENTS = 1 << 16
+BLOCK_ELEMENTS_PER_RANK = 1 << 12
 COPIED_BLOCKS = 256  # from a device at a time: 64 MiB of float32
 PIECES_PER_PART = 4  # at least, if there are enough elements
 
 Groups = Sequence[Sequence[int]]  # of parameters, by number
+
+
+def block_elements(ranks: int) -> int:
+    """Return how many elements to compare at a time.
+
+    For each block a ring of N ranks sends N - 1 messages or more, one after another. Blocks of one
+    size would be ever smaller messages of ever more ranks, and their latency would count alone.
+    """
+    return max(BLOCK_ELEMENTS, BLOCK_ELEMENTS_PER_RANK * ranks)
 
 
 class Piece(NamedTuple):
@@ -39,12 +49,17 @@ class Parts:
     """
 
     def __init__(
-        self, lengths: Sequence[int], parts: int, seed: int, whole: Groups | None = None
+        self,
+        lengths: Sequence[int],
+        parts: int,
+        seed: int,
+        whole: Groups | None = None,
+        most: int = BLOCK_ELEMENTS,
     ) -> None:
         """Cut the parameters into pieces that cover every element once.
 
         `lengths`: number of elements of each parameter. `whole`: groups of parameters that are
-        neither cut nor parted; None: every parameter may be cut.
+        neither cut nor parted; None: every parameter may be cut. `most`: elements of a piece.
         """
         self._parts = parts
         self._seed = seed
@@ -52,8 +67,8 @@ class Parts:
             groups = [[Piece(n, 0, lengths[n]) for n in group if lengths[n]] for group in whole]
             self._groups = [group for group in groups if group]
             return
-        wanted = -(-sum(lengths) // (PIECES_PER_PART * parts)) if parts > 1 else BLOCK_ELEMENTS
-        longest = max(1, min(wanted, BLOCK_ELEMENTS))
+        wanted = -(-sum(lengths) // (PIECES_PER_PART * parts)) if parts > 1 else most
+        longest = max(1, min(wanted, most))
         self._groups = [
             [Piece(parameter, start, min(start + longest, length))]
             for parameter, length in enumerate(lengths)
@@ -205,9 +220,11 @@ def _on_cpu(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 def make_blocks(
-    groups: Iterable[Sequence[Piece]], parameters: Sequence[torch.nn.Parameter], whole: bool
+    groups: Iterable[Sequence[Piece]], parameters: Sequence[torch.nn.Parameter], most: int
 ) -> list[Block]:
-    """Join adjacent groups of pieces of one dtype to blocks; with `whole`, each group is one."""
+    """Join adjacent groups of pieces of one dtype to blocks, of `most` elements if several groups
+    share one; 0: each group is one.
+    """
     blocks: list[tuple[torch.dtype, list[Piece]]] = []
     room = 0
     for group in groups:
@@ -217,7 +234,7 @@ def make_blocks(
             blocks[-1][1].extend(group)
         else:
             blocks.append((dtype, list(group)))
-            room = 0 if whole else BLOCK_ELEMENTS
+            room = most
         room -= length
     return [Block(number, dtype, tuple(pieces)) for number, (dtype, pieces) in enumerate(blocks)]
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from hvdtrain.ring.bound import (
     finite_magnitudes,
     may_overflow,
 )
-from hvdtrain.ring.canonical import canonical_all_reduce
+from hvdtrain.ring.canonical import BLOCK, canonical_all_reduce
 from hvdtrain.ring.orders import KnownOrder, differing_bits, reproduce
 
 BFLOAT16_ROUNDOFF = 2.0**-8  # half a unit of the last of 8 bits
@@ -39,7 +40,7 @@ class BoundCheck:
 
     transport: Transport
     reduction: Reduction = AVERAGE
-    whole = False  # parameters may be compared in pieces
+    whole, joins = False, True  # parameters may be compared in pieces, and several together
 
     def compare(
         self, block: Block, local: Shares, reduced: torch.Tensor, all_segments: bool
@@ -116,7 +117,7 @@ class ExactCheck:
     transport: Transport
     order: KnownOrder
     reduction: Reduction = AVERAGE
-    whole = True  # the order of addition depends on where a message begins and ends
+    whole, joins = True, False  # the order of addition depends on where a message begins and ends
 
     def compare(
         self, block: Block, local: Shares, reduced: torch.Tensor, all_segments: bool
@@ -138,23 +139,27 @@ class CanonicalCheck:
 
     transport: Transport
     shares: int  # over all ranks
-    whole = True  # blocks with a common exponent begin at the first element of a parameter
+    whole, joins = True, True  # blocks with a common exponent begin anew with each parameter
 
     def compare(
         self, block: Block, local: Shares, reduced: torch.Tensor, all_segments: bool
     ) -> WorstError:
         """Collective: return the largest error among this rank's elements that differ in any bit.
 
-        `local`: those of each share of this rank. `reduced`: all elements of one parameter.
+        `local`: those of each share of this rank. `reduced`: all elements of some parameters.
         """
-        values = canonical_all_reduce(
-            [exactly(share).numpy() for share in local],
-            self.shares,
-            self.transport,
-            length=len(reduced),
-            dtype=exactly(reduced).numpy().dtype,
+        lengths = [piece.length for piece in block.pieces]
+        *starts, total = accumulate((-(-n // BLOCK) * BLOCK for n in lengths), initial=0)
+        places = np.concatenate(
+            [np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
         )
-        return _worst_of_bits(block, reduced, torch.from_numpy(values).to(block.dtype))
+        dtype = exactly(reduced).numpy().dtype
+        shares = [np.zeros(total, dtype) for _ in local]
+        for share, values in zip(shares, local, strict=True):
+            share[places] = exactly(values).numpy()
+        sums = canonical_all_reduce(shares, self.shares, self.transport, length=total, dtype=dtype)
+        expected = torch.from_numpy(sums[places]).to(block.dtype)
+        return _worst_of_bits(block, reduced, expected)
 
 
 def _only(local: Shares, reduced: torch.Tensor) -> torch.Tensor:

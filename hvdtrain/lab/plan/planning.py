@@ -11,6 +11,7 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from hvdtrain.exchange.buckets import LEAST_BUCKET_BYTES
 from hvdtrain.files import write_json
 from hvdtrain.lab.findings import Findings, publish
+from hvdtrain.lab.plan import traffic
 from hvdtrain.lab.plan.predicting import (
     METHODS,
     Cluster,
@@ -68,12 +69,16 @@ def run(arguments: dict[str, Any]) -> int:
     most, least = arguments["max_workers"], arguments["min_efficiency"]
     predictions = [predict(setting, name, n) for n in worker_counts(most) for name in METHODS]
     useful = {method: largest_useful(setting, method, most, least) for method in METHODS}
+    lengths = [gradient.size_bytes // traffic.VALUE for gradient in profile.gradients]
+    by_workers = traffic.by_workers(lengths, worker_counts(most))
     results = {
         "network": asdict(network) if network else None,
         "predictions": [asdict(prediction) for prediction in predictions],
         "largest_useful": {method: asdict(one) for method, one in useful.items()},
+        "traffic": by_workers,
     }
     lines = [*describe(setting, network), *table(predictions), *describe_useful(useful, least)]
+    lines += traffic.table(by_workers)
     plot = draw_plot(predictions, useful, least, profile.name)
     return publish(Findings(lines, asdict(setting) | results, [plot]), arguments)
 

@@ -1,0 +1,106 @@
+"""What each rank sends and holds for one step on N workers: gradients, canonical sums, an audit.
+
+Messages follow one another, so each costs a latency. A reduction of B bytes in a ring of N ranks is
+2 (N - 1) messages and 2 (N - 1) / N B bytes of each rank; a reduce-scatter or an all-gather is half
+of that (`hvdtrain.ring.algorithm`). Gradients are of float32.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import torch
+
+from hvdtrain.audit.capture import Parts, block_elements, make_blocks
+from hvdtrain.audit.mismatch import NO_ERROR
+from hvdtrain.exchange.buckets import grouped, suitable_bucket_bytes
+from hvdtrain.exchange.canonical import GATHERED_BYTES, bucket_bytes
+from hvdtrain.exchange.rounding import BLOCK
+
+MB = 1e6
+VALUE, DOUBLE = 4, 8  # bytes
+KINDS = ("gradients", "canonical sums", "an audit")
+WIDTH = 31  # of the columns of a kind
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends and holds for a step."""
+
+    sent_bytes: float
+    messages: int  # one after another
+    held_bytes: float  # beside model, gradients and buckets
+
+
+def of_gradients(lengths: Sequence[int], workers: int) -> Traffic:
+    """Return the traffic of the gradients themselves. `lengths`: elements of each parameter, in the
+    order in which the gradients are made.
+    """
+    sizes = [VALUE * length for length in lengths]
+    groups = grouped(sizes, suitable_bucket_bytes(workers))
+    return _reduced((sum(sizes[index] for index in group) for group in groups), workers, 0)
+
+
+def of_canonical_sums(lengths: Sequence[int], workers: int) -> Traffic:
+    """Return the traffic of the same gradients with a virtual worker on each of the workers."""
+    operations, held = list[int](), 0
+    for group in grouped([VALUE * length for length in lengths], bucket_bytes(workers)):
+        rows = sum(-(-lengths[index] // BLOCK) for index in group)
+        integers = VALUE * BLOCK * rows
+        held += integers
+        if workers > 1 and workers * integers <= GATHERED_BYTES:
+            operations.append(workers * integers)
+        else:
+            operations += [VALUE * (rows + 1), integers]
+    return _reduced(operations, workers, held)
+
+
+def of_audit(lengths: Sequence[int], workers: int) -> Traffic:
+    """Return the further traffic of an audit of all gradients against the rounding bound."""
+    most = block_elements(workers)
+    groups = Parts(lengths, 1, 0, None, most).of_audit(0)
+    blocks = make_blocks(groups, [torch.nn.Parameter()] * len(lengths), most)
+    sizes = [2 * DOUBLE * sum(piece.length for piece in block.pieces) for block in blocks]
+    row = DOUBLE * (len(astuple(NO_ERROR)) + len(blocks) + 1)
+    return Traffic(
+        sent_bytes=(workers - 1) * (sum(sizes) / workers + row),
+        messages=(workers - 1) * (len(blocks) + 1),
+        held_bytes=VALUE * sum(lengths) + max(sizes, default=0) + workers * row,
+    )
+
+
+def _reduced(sizes: Iterable[int], workers: int, held_bytes: float) -> Traffic:
+    operations = list(sizes)
+    return Traffic(
+        sent_bytes=2 * (workers - 1) / workers * sum(operations),
+        messages=2 * (workers - 1) * len(operations),
+        held_bytes=held_bytes,
+    )
+
+
+def by_workers(lengths: Sequence[int], counts: Iterable[int]) -> list[dict[str, Any]]:
+    """Return plain values for each number of workers."""
+    makers = (of_gradients, of_canonical_sums, of_audit)
+    return [
+        {"workers": n}
+        | {kind: asdict(of(lengths, n)) for kind, of in zip(KINDS, makers, strict=True)}
+        for n in counts
+    ]
+
+
+def table(traffic: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a heading, and a line for each number of workers."""
+    return [
+        "each rank, for a step (float32, one virtual worker on each; an audit of all gradients):",
+        " " * 7 + "".join(f"{kind:>{WIDTH}}" for kind in KINDS),
+        f"{'N':>7}" + f"{'MB sent':>10}{'messages':>10}{'MB held':>11}" * len(KINDS),
+        *(
+            f"{row['workers']:>7,}"
+            + "".join(
+                f"{row[kind]['sent_bytes'] / MB:10,.2f}{row[kind]['messages']:10,}"
+                f"{row[kind]['held_bytes'] / MB:11,.2f}"
+                for kind in KINDS
+            )
+            for row in traffic
+        ),
+    ]
