@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+FEW_RANKS = 3  # more in a row are named by the first and the last
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -117,8 +120,15 @@ class AgreedFailure(HvdtrainError):
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Return the ranks as text: 'rank 3' or 'ranks 0, 2'."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    """Return the ranks as text: 'rank 3', 'ranks 0, 2', or 'ranks 0 to 30, 32' of many."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    named = [[f"{run[0]} to {run[-1]}"] if len(run) > FEW_RANKS else map(str, run) for run in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(chain.from_iterable(named))
 
 
 def shell_code(code: int) -> int:

@@ -20,9 +20,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from hvdtrain.log import few
+
 Status = Literal["ok", "warn", "fail"]
 WORST_FIRST: tuple[Status, ...] = ("fail", "warn", "ok")
 STATUS_WIDTH, CHECK_WIDTH = 6, 16
+HOSTS_SHOWN = 16  # of those with one finding; --json has all
 ALL_HOSTS = ""  # the host of a finding that concerns all of them
 THIS_MACHINE = "this machine"  # in messages: the machine on which the command was started
 
@@ -104,7 +107,7 @@ def format_findings(findings: Iterable[Finding]) -> str:
         hosts.setdefault(replace(finding, host=ALL_HOSTS), []).append(finding.host)
     lines = []
     for finding, affected in hosts.items():
-        named = ", ".join(filter(None, affected))
+        named = few([*filter(None, affected)], most=HOSTS_SHOWN)
         text = f"{named}: {finding.text}" if named else finding.text
         lines.append(f"{finding.status:<{STATUS_WIDTH}}{finding.check:<{CHECK_WIDTH}}{text}")
         if finding.fix:

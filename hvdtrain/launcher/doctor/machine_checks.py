@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from hvdtrain.launcher.doctor import (
     ALL_HOSTS,
+    HOSTS_SHOWN,
     ByHost,
     Finding,
     HostCheck,
@@ -12,6 +13,7 @@ from hvdtrain.launcher.doctor import (
     list_by_host,
     values_of,
 )
+from hvdtrain.log import few
 
 MIB, GIB = 1 << 20, 1 << 30
 # A worker with torch and Horovod imported holds 0.3 GiB before it has a model.
@@ -208,7 +210,7 @@ def check_shared(seen: Mapping[str, bool], first: str, folder: str) -> list[Find
     if not seen:
         return []
     check = HostCheck("shared")
-    if without := ", ".join(host for host, sees in seen.items() if not sees):
+    if without := few([host for host, sees in seen.items() if not sees], most=HOSTS_SHOWN):
         check.add(
             ALL_HOSTS,
             "warn",
