@@ -39,7 +39,7 @@ from hvdtrain.exchange.gradients import (
     part_of,
     real_length,
 )
-from hvdtrain.exchange.rounding import BLOCK, FORMATS, rounding_on
+from hvdtrain.exchange.rounding import BLOCK, FORMATS, finite, rounding_on
 
 BUCKET_BYTES = 1 << 18  # of `bucket_bytes`, at least
 GATHERED_BYTES = 1 << 18  # all shares of a bucket, if they are gathered to be added
@@ -89,7 +89,7 @@ class _Rows:
         # (rows + 1,); the last one: whether any is not finite.
         self.exponents: torch.Tensor | None = None
         self.agreed: Pending | None = None  # the exchange of exponents
-        self.quanta: torch.Tensor | None = None  # (rows, 1): what the integers are multiples of
+        self.shifts: torch.Tensor | None = None  # (rows,): integers are multiples of 2^-shift
         self.added: Pending | None = None  # the exchange of integers
         self.marked: Pending | None = None  # the exchange of the sums of infinities and NaNs
 
@@ -246,16 +246,10 @@ class CanonicalSums:
 
     def _send_exponents(self, bucket: _Rows) -> None:
         """Collective: begin to agree on the exponents of a bucket's blocks."""
-        form, integers = bucket.form, bucket.integers
+        integers = bucket.integers
         exponents = torch.zeros(len(integers) + 1, dtype=torch.int32, device=integers.device)
         for share in bucket.shares:
-            fields = bucket.rounding.largest_fields(share)
-            marked = (fields == form.infinite).any()
-            # On a device the host would wait for all that it has started, so it does not ask.
-            if share.device.type != "cpu" or bool(marked):
-                exponents[-1].logical_or_(marked)
-                fields = bucket.rounding.largest_fields(_finite(share))
-            torch.maximum(exponents[:-1], fields, out=exponents[:-1])
+            bucket.rounding.raise_fields(share, exponents)
         bucket.exponents = exponents
         bucket.agreed = self._begin(bucket, exponents, "max", "exponents")
 
@@ -265,19 +259,18 @@ class CanonicalSums:
         bucket.agreed.wait()
         form = bucket.form
         # A field of k + bias - 1 means that 2^(k - 1) <= m < 2^k.
-        scaling = (form.bits - self._headroom + form.bias - 1) - bucket.exponents[:-1]
-        scaling.clamp_(max=form.bias - 1)
-        bucket.quanta = form.powers(-scaling)[:, None]
+        shifts = (form.bits - self._headroom + form.bias - 1) - bucket.exponents[:-1]
+        bucket.shifts = shifts.clamp_(max=form.bias - 1)
         shares = bucket.shares
         if bool(bucket.exponents[-1]):
-            others = torch.zeros_like(bucket.integers, dtype=bucket.quanta.dtype)
+            others = torch.zeros_like(bucket.integers, dtype=bucket.dtype)
             for share in shares:
                 others += share.masked_fill(share.isfinite(), 0)
-            shares = [_finite(share) for share in shares]
+            shares = [finite(share) for share in shares]
             bucket.marked = self._begin(bucket, others, "sum", "not_finite")
         if not shares:
             bucket.integers.zero_()
-        bucket.rounding.add_rounded(shares, form.powers(scaling)[:, None], bucket.integers)
+        bucket.rounding.add_rounded(shares, shifts, bucket.integers)
         bucket.shares.clear()
         bucket.added = self._begin(bucket, bucket.integers, "sum", "integers")
 
@@ -287,9 +280,9 @@ class CanonicalSums:
 
     def _receive(self, bucket: _Rows) -> None:
         """Collective: wait for the sums of a bucket, and convert them to gradients."""
-        assert bucket.added is not None and bucket.quanta is not None
+        assert bucket.added is not None and bucket.shifts is not None
         bucket.added.wait()
-        total = bucket.rounding.converted(bucket.integers, bucket.quanta)
+        total = bucket.rounding.converted(bucket.integers, bucket.shifts)
         if bucket.marked is not None:
             total += bucket.marked.wait()
             total.masked_fill_(total.isnan(), torch.nan)  # NaNs have many bit patterns
@@ -309,7 +302,3 @@ def check_types(model: torch.nn.Module) -> None:
             f"--virtual-workers: {len(others)} parameters have no canonical sum, such as "
             f"{others[0]}: supported types are float32, float64, bfloat16 and complex ones"
         )
-
-
-def _finite(rows: torch.Tensor) -> torch.Tensor:
-    return rows.masked_fill(~rows.isfinite(), 0)

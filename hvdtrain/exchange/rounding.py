@@ -25,6 +25,10 @@ class Format:
     bias: int  # the exponent field of 1.0
     infinite: int  # the exponent field of infinities and NaNs
 
+    def fields(self, magnitudes: torch.Tensor) -> torch.Tensor:
+        """Return the exponent fields of values that are not negative, as int32."""
+        return (magnitudes.view(self.integer) >> self.mantissa_bits).to(torch.int32)
+
     def powers(self, exponents: torch.Tensor) -> torch.Tensor:
         """Return 2^exponents, exactly; they must be those of normal numbers."""
         fields = (exponents.to(self.integer) + self.bias) << self.mantissa_bits
@@ -40,22 +44,28 @@ FORMATS = {
 class Rounding:
     """The conversions, by torch's operations."""
 
-    def largest_fields(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the exponent field of each row's largest magnitude, int32; `Format.infinite` if it
-        has an infinity or a NaN.
+    def raise_fields(self, values: torch.Tensor, fields: torch.Tensor) -> None:
+        """Raise each row's field to the exponent field of its largest finite magnitude.
+
+        `fields`: (rows + 1,), int32. The last one becomes 1 if an element is infinite or NaN.
         """
         form = FORMATS[values.dtype]
-        largest = torch.maximum(values.amax(dim=1), values.amin(dim=1).neg()).abs()
-        return (largest.view(form.integer) >> form.mantissa_bits).to(torch.int32)
+        largest = form.fields(_largest(values))
+        marked = (largest == form.infinite).any()
+        # On a device the host would wait for all that it has started, so it does not ask.
+        if values.device.type != "cpu" or bool(marked):
+            fields[-1].logical_or_(marked)
+            largest = form.fields(_largest(finite(values)))
+        torch.maximum(fields[:-1], largest, out=fields[:-1])
 
     def add_rounded(
-        self, shares: Sequence[torch.Tensor], scales: torch.Tensor, integers: torch.Tensor
+        self, shares: Sequence[torch.Tensor], shifts: torch.Tensor, integers: torch.Tensor
     ) -> None:
-        """Set `integers` to the sum of the shares, each times its row's scale and rounded, ties to
-        even.
+        """Set `integers` to the sum of the shares, each times 2^shift and rounded, ties to even.
 
-        `scales`: (rows, 1). Products must fit into the integers.
+        `shifts`: (rows,), int32. Products must fit into the integers.
         """
+        scales = FORMATS[shares[0].dtype].powers(shifts)[:, None] if shares else shifts
         # Memory is read and written once: a part stays in a core's cache through all passes.
         for rows in _parts_of(integers):
             total = integers[rows]
@@ -66,9 +76,11 @@ class Rounding:
                 else:
                     total += rounded.to(integers.dtype)
 
-    def converted(self, integers: torch.Tensor, quanta: torch.Tensor) -> torch.Tensor:
-        """Return the integers in the type of `quanta`, (rows, 1), rounded, times their row's."""
-        values = torch.empty_like(integers, dtype=quanta.dtype)
+    def converted(self, integers: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+        """Return the integers as floats of as many bits, rounded, times 2^-shift."""
+        dtype = torch.float32 if integers.dtype == torch.int32 else torch.float64
+        quanta = FORMATS[dtype].powers(-shifts)[:, None]
+        values = torch.empty_like(integers, dtype=dtype)
         for rows in _parts_of(values):
             values[rows].copy_(integers[rows]).mul_(quanta[rows])
         return values
@@ -80,26 +92,37 @@ class NativeRounding(Rounding):
     def __init__(self, operations: Any) -> None:
         self._operations = operations
 
-    def largest_fields(self, values: torch.Tensor) -> torch.Tensor:
-        fields: torch.Tensor = self._operations.largest_fields(values)
-        return fields
+    def raise_fields(self, values: torch.Tensor, fields: torch.Tensor) -> None:
+        if self._operations.raise_fields(values, fields[:-1]):
+            fields[-1] = 1
+            self._operations.raise_fields(finite(values), fields[:-1])
 
     def add_rounded(
-        self, shares: Sequence[torch.Tensor], scales: torch.Tensor, integers: torch.Tensor
+        self, shares: Sequence[torch.Tensor], shifts: torch.Tensor, integers: torch.Tensor
     ) -> None:
         for number, share in enumerate(shares):
-            self._operations.round_to(integers, share, scales, number > 0)
+            self._operations.round_to(integers, share, shifts, number > 0)
 
-    def converted(self, integers: torch.Tensor, quanta: torch.Tensor) -> torch.Tensor:
-        values: torch.Tensor = self._operations.converted(integers, quanta)
+    def converted(self, integers: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self._operations.converted(integers, shifts)
         return values
 
 
 def rounding_on(device: torch.device) -> Rounding:
     """Return the conversions for values on `device`."""
     operations = torch.ops.hvdtrain
-    is_native = device.type == "cpu" and hasattr(operations, "largest_fields")
+    is_native = device.type == "cpu" and hasattr(operations, "raise_fields")
     return NativeRounding(operations) if is_native else Rounding()
+
+
+def finite(rows: torch.Tensor) -> torch.Tensor:
+    """Return the values with zeros in place of infinities and NaNs."""
+    return rows.masked_fill(~rows.isfinite(), 0)
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each row; NaN if it has one."""
+    return torch.maximum(rows.amax(dim=1), rows.amin(dim=1).neg()).abs()
 
 
 def _parts_of(rows: torch.Tensor) -> Iterator[slice]:

@@ -39,17 +39,19 @@ def test_both_convert_as_the_reference_does(
     agreed = np.zeros(rows, np.int32) - 2000
     for values in flat:
         np.maximum(agreed, exponents(values, WORKERS), out=agreed)
-    fields = torch.stack([rounding.largest_fields(share) for share in shares]).amax(dim=0)
+    fields = torch.zeros(rows + 1, dtype=torch.int32)
+    for share in shares:
+        rounding.raise_fields(share, fields)
     lowest = form.bits - 3 - (form.bias - 1)
-    assert fields.dtype == torch.int32
-    assert torch.equal((fields - form.bias + 1).clamp(min=lowest), torch.from_numpy(agreed))
+    assert fields[-1] == 0
+    assert torch.equal((fields[:-1] - form.bias + 1).clamp(min=lowest), torch.from_numpy(agreed))
     shifts = form.bits - 3 - torch.from_numpy(agreed)
     integers = torch.full((rows, BLOCK), 77, dtype=form.integer)  # of the step before
-    rounding.add_rounded(shares, form.powers(shifts)[:, None], integers)
+    rounding.add_rounded(shares, shifts, integers)
     expected = sum(to_integers(values, agreed, WORKERS) for values in flat)
     assert np.array_equal(integers.numpy().reshape(-1), expected)
     assert rows < 2 or integers.any()
-    result = rounding.converted(integers, form.powers(-shifts)[:, None])
+    result = rounding.converted(integers, shifts)
     reference = from_integers(expected, agreed, flat[0].dtype, WORKERS)
     assert result.shape == (rows, BLOCK)
     assert result.numpy().tobytes() == reference.tobytes()
@@ -61,39 +63,44 @@ def test_ties_are_rounded_to_even(rounding: Rounding, dtype: torch.dtype) -> Non
     """Fails if a half is rounded up, away from zero or by truncation."""
     values = (torch.arange(BLOCK, dtype=dtype)[None] - 128) / 2
     integers = torch.zeros((1, BLOCK), dtype=FORMATS[dtype].integer)
-    rounding.add_rounded([values], torch.ones((1, 1), dtype=dtype), integers)
+    rounding.add_rounded([values], torch.zeros(1, dtype=torch.int32), integers)
     assert torch.equal(integers.to(dtype), values.round())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan, -torch.nan])
 @pytest.mark.parametrize("rounding", BOTH)
-def test_what_is_not_finite_shows_in_the_exponent(
+def test_what_is_not_finite_is_marked_and_counts_as_zero(
     rounding: Rounding, odd: float, dtype: torch.dtype
 ) -> None:
-    """Fails if an infinity or a NaN is taken for a number, or marks another row."""
+    """Fails if an infinity or a NaN is taken for a number, is not marked, or hides its row."""
     values = rows_of(dtype, 4, 1)
+    expected, fields = torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    values[2, 200] = 0
+    rounding.raise_fields(values, expected)
     values[2, 200] = odd
-    marked = rounding.largest_fields(values) == FORMATS[dtype].infinite
-    assert marked.tolist() == [False, False, True, False]
+    rounding.raise_fields(values, fields)
+    assert expected[2] > 0 and expected[-1] == 0
+    assert fields.tolist() == [*expected[:-1].tolist(), 1]
 
 
 def test_rows_of_another_shape_are_refused() -> None:
     """Fails if an operation reads or writes beyond its rows, or takes rows of another layout."""
     operations, values = torch.ops.hvdtrain, rows_of(torch.float32, 4, 1)
-    scales, integers = torch.ones(4), torch.zeros((4, BLOCK), dtype=torch.int32)
+    shifts = torch.zeros(4, dtype=torch.int32)
+    integers = torch.zeros((4, BLOCK), dtype=torch.int32)
     for arguments in (
-        (integers, values, scales[:3], False),
-        (integers[:3], values, scales, False),
-        (integers, values.t().contiguous().t(), scales, False),
-        (integers.long(), values, scales, False),
+        (integers, values, shifts[:3], False),
+        (integers[:3], values, shifts, False),
+        (integers, values.t().contiguous().t(), shifts, False),
+        (integers.long(), values, shifts, False),
     ):
         with pytest.raises(RuntimeError):
             operations.round_to(*arguments)
     with pytest.raises(RuntimeError):
-        operations.largest_fields(values[:, 1:])
+        operations.raise_fields(values[:, 1:], shifts)
     with pytest.raises(RuntimeError):
-        operations.converted(integers, scales.double())
+        operations.converted(integers, shifts.long())
 
 
 def test_a_cpu_has_the_conversions_of_the_build() -> None:
