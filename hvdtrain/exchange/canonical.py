@@ -110,7 +110,8 @@ class _Rows:
             return
         first = gradients[0]
         if len(gradients) == 1 and first is not None and real_length(first) % BLOCK == 0:
-            self.shares.append(as_real(first.detach()).reshape(-1, BLOCK).to(self.dtype))
+            share = as_real(first.detach()).reshape(-1, BLOCK).to(self.dtype)
+            self.shares.append(share.contiguous())  # a hook may have left an expanded one
             return
         rows = torch.zeros_like(self.integers, dtype=self.dtype)
         for parameter, part in self.by_parameter(rows):

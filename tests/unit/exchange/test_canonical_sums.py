@@ -107,7 +107,7 @@ def sums_of_rank(
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buckets of few shares of small parameters are gathered, all others are not."""
-    monkeypatch.setattr(canonical, "BUCKET_BYTES", 8192)
+    monkeypatch.setattr(canonical, "bucket_bytes", lambda ring_size: 8192)
     monkeypatch.setattr(canonical, "GATHERED_BYTES", 40960)
 
 
@@ -187,6 +187,25 @@ def test_a_gradient_made_in_several_parts() -> None:
             optimizer.zero_grad()
             expected = torch.autograd.grad(model(values).sum(), model.layer.weight)[0]
             torch.testing.assert_close(found, expected)
+
+
+def test_gradients_of_any_strides() -> None:
+    """Fails if a gradient that a hook has replaced by an expanded or transposed one is refused, or
+    read in another order.
+    """
+    model = nn.ParameterList(nn.Parameter(torch.zeros(64, 32)) for _ in range(2))
+    replaced = [torch.ones(1).expand(64, 32), torch.arange(2048.0).reshape(32, 64).t()]
+    for parameter, gradient in zip(model, replaced, strict=True):
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, g=gradient: setattr(p, "grad", g)  # before the one of the sums
+        )
+    sums = CanonicalSums(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, SingleProcess())
+    sums.begin(0)
+    sums.begin_pass(is_last=True)
+    (model[0].sum() + model[1].sum()).backward()
+    sums.finish()
+    for parameter, gradient in zip(model, replaced, strict=True):
+        assert torch.equal(parameter.grad, gradient)
 
 
 def test_a_parameter_that_is_unfrozen_later_is_reported() -> None:
