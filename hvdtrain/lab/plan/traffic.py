@@ -24,7 +24,7 @@ WIDTH = 31  # of the columns of a kind
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """What one rank sends and holds for a step."""
 
     sent_bytes: float
@@ -32,7 +32,7 @@ class Traffic:
     held_bytes: float  # beside model, gradients and buckets
 
 
-def of_gradients(lengths: Sequence[int], workers: int) -> Traffic:
+def of_gradients(lengths: Sequence[int], workers: int) -> RankTraffic:
     """Return the traffic of the gradients themselves. `lengths`: elements of each parameter, in the
     order in which the gradients are made.
     """
@@ -41,7 +41,7 @@ def of_gradients(lengths: Sequence[int], workers: int) -> Traffic:
     return _reduced((sum(sizes[index] for index in group) for group in groups), workers, 0)
 
 
-def of_canonical_sums(lengths: Sequence[int], workers: int) -> Traffic:
+def of_canonical_sums(lengths: Sequence[int], workers: int) -> RankTraffic:
     """Return the traffic of the same gradients with a virtual worker on each of the workers."""
     operations, held = list[int](), 0
     for group in grouped([VALUE * length for length in lengths], bucket_bytes(workers)):
@@ -55,23 +55,23 @@ def of_canonical_sums(lengths: Sequence[int], workers: int) -> Traffic:
     return _reduced(operations, workers, held)
 
 
-def of_audit(lengths: Sequence[int], workers: int) -> Traffic:
+def of_audit(lengths: Sequence[int], workers: int) -> RankTraffic:
     """Return the further traffic of an audit of all gradients against the rounding bound."""
     most = block_elements(workers)
     groups = Parts(lengths, 1, 0, None, most).of_audit(0)
     blocks = make_blocks(groups, [torch.nn.Parameter()] * len(lengths), most)
     sizes = [2 * DOUBLE * sum(piece.length for piece in block.pieces) for block in blocks]
     row = DOUBLE * (len(astuple(NO_ERROR)) + len(blocks) + 1)
-    return Traffic(
+    return RankTraffic(
         sent_bytes=(workers - 1) * (sum(sizes) / workers + row),
         messages=(workers - 1) * (len(blocks) + 1),
         held_bytes=VALUE * sum(lengths) + max(sizes, default=0) + workers * row,
     )
 
 
-def _reduced(sizes: Iterable[int], workers: int, held_bytes: float) -> Traffic:
+def _reduced(sizes: Iterable[int], workers: int, held_bytes: float) -> RankTraffic:
     operations = list(sizes)
-    return Traffic(
+    return RankTraffic(
         sent_bytes=2 * (workers - 1) / workers * sum(operations),
         messages=2 * (workers - 1) * len(operations),
         held_bytes=held_bytes,

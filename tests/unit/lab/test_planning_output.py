@@ -117,8 +117,15 @@ def test_golden_output(
     reported = capsys.readouterr().out
     assert reported.startswith(GOLDEN)
     rows = [line.split() for line in reported.splitlines() if line.lstrip()[:1].isdigit()]
-    assert [row[0] for row in rows] == ["1", "2", "4", "6"]
+    assert [row[0] for row in rows] == ["1", "2", "4", "6"] * 2
     content = json.loads(file.read_text())
+    for row, planned in zip(rows[4:], content["traffic"], strict=True):
+        for place, kind in enumerate(("gradients", "canonical sums", "an audit")):
+            sent, messages, held = row[1 + 3 * place :][:3]
+            assert float(sent) == pytest.approx(planned[kind]["sent_bytes"] / 1e6, abs=0.005)
+            assert int(messages.replace(",", "")) == planned[kind]["messages"]
+            assert float(held) == pytest.approx(planned[kind]["held_bytes"] / 1e6, abs=0.005)
+    assert rows[5][1:3] == ["5.00", "4"]  # of 5 MB in two messages, a half is sent twice
     for place, prediction in enumerate(content["predictions"]):
         row = rows[place // len(METHODS)]
         cells = row[1 + 2 * (place % len(METHODS)) :][:2]
