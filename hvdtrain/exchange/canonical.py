@@ -269,9 +269,10 @@ class CanonicalSums:
                 others += share.masked_fill(share.isfinite(), 0)
             shares = [finite(share) for share in shares]
             bucket.marked = self._begin(bucket, others, "sum", "not_finite")
-        if not shares:
+        if shares:
+            bucket.rounding.add_rounded(shares, shifts, bucket.integers)
+        else:
             bucket.integers.zero_()
-        bucket.rounding.add_rounded(shares, shifts, bucket.integers)
         bucket.shares.clear()
         bucket.added = self._begin(bucket, bucket.integers, "sum", "integers")
 

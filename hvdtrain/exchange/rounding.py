@@ -63,9 +63,9 @@ class Rounding:
     ) -> None:
         """Set `integers` to the sum of the shares, each times 2^shift and rounded, ties to even.
 
-        `shifts`: (rows,), int32. Products must fit into the integers.
+        `shares`: one or more. `shifts`: (rows,), int32. Products must fit into the integers.
         """
-        scales = FORMATS[shares[0].dtype].powers(shifts)[:, None] if shares else shifts
+        scales = FORMATS[shares[0].dtype].powers(shifts)[:, None]
         # Memory is read and written once: a part stays in a core's cache through all passes.
         for rows in _parts_of(integers):
             total = integers[rows]

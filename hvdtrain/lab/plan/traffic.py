@@ -9,9 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-import torch
-
-from hvdtrain.audit.capture import Parts, block_elements, make_blocks
+from hvdtrain.audit.capture import block_elements
 from hvdtrain.audit.mismatch import NO_ERROR
 from hvdtrain.exchange.buckets import grouped, suitable_bucket_bytes
 from hvdtrain.exchange.canonical import GATHERED_BYTES, bucket_bytes
@@ -58,15 +56,28 @@ def of_canonical_sums(lengths: Sequence[int], workers: int) -> RankTraffic:
 def of_audit(lengths: Sequence[int], workers: int) -> RankTraffic:
     """Return the further traffic of an audit of all gradients against the rounding bound."""
     most = block_elements(workers)
-    groups = Parts(lengths, 1, 0, None, most).of_audit(0)
-    blocks = make_blocks(groups, [torch.nn.Parameter()] * len(lengths), most)
-    sizes = [2 * DOUBLE * sum(piece.length for piece in block.pieces) for block in blocks]
-    row = DOUBLE * (len(astuple(NO_ERROR)) + len(blocks) + 1)
+    blocks = blocks_of(lengths, most)
+    row = DOUBLE * (len(astuple(NO_ERROR)) + blocks + 1)
+    # Of each element its value and its magnitude.
     return RankTraffic(
-        sent_bytes=(workers - 1) * (sum(sizes) / workers + row),
-        messages=(workers - 1) * (len(blocks) + 1),
-        held_bytes=VALUE * sum(lengths) + max(sizes, default=0) + workers * row,
+        sent_bytes=(workers - 1) * (2 * DOUBLE * sum(lengths) / workers + row),
+        messages=(workers - 1) * (blocks + 1),
+        held_bytes=VALUE * sum(lengths) + 2 * DOUBLE * min(most, sum(lengths)) + workers * row,
     )
+
+
+def blocks_of(lengths: Iterable[int], most: int) -> int:
+    """Return the number of blocks of an audit (`hvdtrain.audit.capture`): parameters are cut into
+    pieces of at most `most` elements, and neighbours share a block while they fit.
+    """
+    blocks = room = 0
+    for length in lengths:
+        whole, rest = divmod(length, most)
+        blocks, room = blocks + whole, 0 if whole else room
+        if rest > room:
+            blocks, room = blocks + 1, most
+        room -= rest
+    return blocks
 
 
 def _reduced(sizes: Iterable[int], workers: int, held_bytes: float) -> RankTraffic:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from hvdtrain.audit.capture import BLOCK_ELEMENTS, Parts, make_blocks
 from hvdtrain.lab.plan import traffic
 from tests.simulated import audited, summed
 
@@ -42,6 +44,20 @@ def test_the_traffic_of_a_rank_stays_bounded(of) -> None:
     assert many.messages < few.messages * 512 / 8 / 2
     assert many.sent_bytes < 4.01 * traffic.VALUE * sum(lengths)
     assert many.held_bytes < 2 * traffic.VALUE * sum(lengths)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [70_000] * 3, [65_536, 5, 65_531], [0, 7, 0], []])
+def test_blocks_are_those_of_an_audit(lengths: list[int]) -> None:
+    """Fails if they are counted otherwise than they are cut."""
+    pieces = Parts(lengths, 1, 0, None, BLOCK_ELEMENTS).of_audit(0)
+    parameters = [torch.nn.Parameter(torch.empty(0))] * len(lengths)
+    blocks = make_blocks(pieces, parameters, BLOCK_ELEMENTS)
+    assert traffic.blocks_of(lengths, BLOCK_ELEMENTS) == len(blocks)
+
+
+def test_the_largest_model_is_planned_at_once() -> None:
+    """Fails if the time or memory of a plan grows with the elements of a model."""
+    assert traffic.of_audit([1 << 58] * 3, 2).messages == 3 * (1 << 58) // BLOCK_ELEMENTS + 1
 
 
 def test_one_worker_sends_nothing() -> None:
