@@ -94,6 +94,8 @@ class Agent:
 
     def run(self) -> int:
         """Run until the launcher sends "leave"; return the exit code (128 + n for signal n)."""
+        for message in self._channel.take_unread():  # such as "all_here": the ticket is obsolete
+            self._handle(message)
         while not self._left:
             for key, _ in self._selector.select(PULSE_EVERY_S):
                 key.data()

@@ -93,8 +93,7 @@ class Connection:
 
     def receive(self, limit: int = LONGEST_LINE_BYTES) -> list[Message]:
         """Return the messages completed by new data; an unfinished one has up to `limit` bytes."""
-        if self._unread:
-            messages, self._unread = self._unread, []
+        if messages := self.take_unread():
             return messages
         try:
             data = self._socket.recv(1 << 18)
@@ -108,10 +107,16 @@ class Connection:
             raise ConnectionLost("unterminated line")
         return [_read(line) for line in lines]
 
-    def receive_one(self) -> Message:
-        """Return one message of the handshake; keep further ones for the next call.
+    def take_unread(self) -> list[Message]:
+        """Return the messages that came with the last one of the handshake: no new data need follow
+        them.
+        """
+        messages, self._unread = self._unread, []
+        return messages
 
-        The peer's next message triggers that call, at most ALIVE_EVERY_S later.
+    def receive_one(self) -> Message:
+        """Return one message of the handshake; keep further ones for `take_unread`, or `receive`,
+        which the peer's next message triggers, at most ALIVE_EVERY_S later.
         """
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         while not (messages := self.receive(LONGEST_GREETING_BYTES)):

@@ -6,6 +6,7 @@ Each wait has an end (LIMIT_S in tests/unit/agents.py), and nothing outlives a t
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import EXIT_FAILED
+from hvdtrain.launcher.protocol import Connection, Message
 from tests.unit import agents
 from tests.unit.agents import JOB, LIMIT_S, Job, hostname, is_alive, wait_until
 
@@ -76,6 +78,28 @@ def test_from_hello_to_leave(job: Job) -> None:
     assert job.leave() == 7
     assert job.agents[0].communicate()[0] == b"" and not job.tickets()
     job.poll_until(lambda: job.lost == [0])
+
+
+def test_an_order_that_comes_with_the_greeting_is_followed_at_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if such an order waits for the launcher's next message: a host that is lost meanwhile
+    would keep the file with its orders.
+    """
+    send = Connection.send
+
+    def send_together(connection: Connection, message: Message) -> None:
+        if "proof" in message:
+            text = json.dumps(message) + "\n" + json.dumps({"all_here": True}) + "\n"
+            connection._socket.sendall(text.encode())
+        else:
+            send(connection, message)
+
+    monkeypatch.setattr(Connection, "send", send_together)
+    job.channel._closed.set()  # it says no more
+    job.run_python("import time; time.sleep(60)")
+    job.wait_for("hello")
+    job.poll_until(lambda: not job.tickets(), 3)
 
 
 @pytest.mark.parametrize("end", [0, 1, 255, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM])
