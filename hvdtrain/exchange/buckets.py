@@ -29,15 +29,15 @@ BUCKET_BYTES_PER_RANK = 64 << 10
 Message = Mapping[str, torch.nn.Parameter]  # by name, in the order of the model
 
 
-def suitable_bucket_bytes(ring_size: int) -> int:
-    """Return the size of buckets for a ring of so many ranks, or hosts.
+def suitable_bucket_bytes(ring_size: int, least: int = LEAST_BUCKET_BYTES) -> int:
+    """Return the size of buckets for a ring of so many ranks, or hosts; `least` for few.
 
     A ring of N sends 2 (N - 1) messages of B / N bytes, one after another. With 64 KiB each, the
     usual latency of TCP (50 us) takes as long as the bytes do at 10 Gbit/s, so a bucket goes at
     half of that speed or faster. It depends on N alone and is not measured: a run that is repeated
     has the same buckets, and the same bits.
     """
-    return max(LEAST_BUCKET_BYTES, BUCKET_BYTES_PER_RANK * ring_size)
+    return max(least, BUCKET_BYTES_PER_RANK * ring_size)
 
 
 def messages_of(

@@ -28,7 +28,7 @@ import torch
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange import Exchange, Pending, SingleProcess
-from hvdtrain.exchange.buckets import BUCKET_BYTES_PER_RANK, messages_of
+from hvdtrain.exchange.buckets import messages_of, suitable_bucket_bytes
 from hvdtrain.exchange.distributed_optimizer import Trainable
 from hvdtrain.exchange.gradients import (
     added_dtype,
@@ -41,15 +41,8 @@ from hvdtrain.exchange.gradients import (
 )
 from hvdtrain.exchange.rounding import BLOCK, FORMATS, finite, rounding_on
 
-BUCKET_BYTES = 1 << 18  # of `bucket_bytes`, at least
+BUCKET_BYTES = 1 << 18  # of parameters that travel together, at least
 GATHERED_BYTES = 1 << 18  # all shares of a bucket, if they are gathered to be added
-
-
-def bucket_bytes(ring_size: int) -> int:
-    """Return the size below which parameters travel together, for a ring of so many ranks or hosts
-    (as `buckets.suitable_bucket_bytes`, for the same reason). The sums do not depend on it.
-    """
-    return max(BUCKET_BYTES, BUCKET_BYTES_PER_RANK * ring_size)
 
 
 class _Rows:
@@ -151,7 +144,7 @@ class CanonicalSums:
         self._may_overlap: bool | None = None  # unknown before the first step has ended
         self._overlaps = False  # in this pass
         self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
-        most = bucket_bytes(exchange.ring_size)
+        most = suitable_bucket_bytes(exchange.ring_size, BUCKET_BYTES)
         self._buckets = [
             _Rows(number, list(message.values()), shares, exchange)
             for number, message in enumerate(messages_of(model, optimizer, most))

@@ -17,7 +17,6 @@ instead: there a NaN propagates or vanishes, depending on the rank that holds it
 cannot be expected. Of zeros that differ in sign, either can be the result.
 """
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -66,7 +65,6 @@ def finish(op: str, total: Array, size: int) -> None:
             np.divide(total, size, out=total)
 
 
-@lru_cache(maxsize=16)  # each step cuts its batch alike
 def split_evenly(length: int, parts: int) -> tuple[slice, ...]:
     """Cut `length` elements into `parts` adjacent slices whose lengths differ by at most one.
 

@@ -196,11 +196,13 @@ class _Window:
     steps: int = 0
     phases_s: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
 
-    def add(self, sums: list[float], metrics: list[float], phases_s: list[float]) -> None:
+    def add(self, sums: list[float], samples: int, ranks: int) -> None:
         self.loss_sum += sums[LOSS]
         self.count += sums[COUNT]
-        self.metrics = _added(self.metrics, metrics)
-        self.phases_s = _added(self.phases_s, phases_s)
+        self.metrics = _added(self.metrics, sums[METRICS_FROM:])
+        self.samples += samples
+        self.steps += 1
+        self.phases_s = _added(self.phases_s, [s / ranks for s in sums[PHASES_FROM:LOSS]])
 
     @property
     def samples_per_s(self) -> float:
@@ -267,12 +269,10 @@ class Meter:
         sums.check_losses(self._exchange, step)
         self._own_times.add(*sums.local_times)
         totals = sums.total()
-        phases_s = [seconds / self._exchange.size for seconds in totals[PHASES_FROM:LOSS]]
         for window in self._windows():
-            window.samples, window.steps = window.samples + samples, window.steps + 1
-            window.add(totals, totals[METRICS_FROM:], phases_s)
+            window.add(totals, samples, self._exchange.size)
         self._step, self._samples_seen = step, self._samples_seen + samples
-        self._last_step_s = sum(phases_s)
+        self._last_step_s = sum(totals[PHASES_FROM:LOSS]) / self._exchange.size
         self._bad_samples += int(totals[BAD])
         self._gradient_norm = sums.gradient_norm
         self.stop_agreed = self.stop_agreed or totals[STOP] > 0

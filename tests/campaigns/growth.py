@@ -5,7 +5,7 @@
 The launcher supervises agents for which one process speaks (`tests.campaigns.many_workers`). Audits
 and canonical sums run for real, each rank in a thread of one process over the reference ring, for a
 model of 130,266 parameters. Every message is counted, and compared with what `hvdtrain plan` says.
-Memory is what a rank takes beyond its model. Exits with 1 where a count is another, a result is
+Memory is what a rank takes, its model included. Exits with 1 where a count is another, a result is
 wrong, or the launcher's CPU, the messages of a rank or its memory grow faster than N log N.
 """
 
@@ -23,8 +23,8 @@ from hvdtrain.interpreter import module_argv, peak_memory
 from hvdtrain.lab.disturbance import Disturbance
 from hvdtrain.lab.plan import traffic
 from hvdtrain.report.charts import GREY, HEIGHT, WIDTH, dress, legend_below, look_of, new_figure
-from tests.campaigns.many_workers import LEAST_CPU, spoken
-from tests.simulated import Counted, audited, gradients_of, summed
+from tests.campaigns.many_workers import GROWTH, LEAST_CPU, n_log_n, spoken
+from tests.simulated import Counted, audited, summed
 
 HERE = "tests.campaigns.growth"
 LENGTHS = [100_000, 30_000, 256, 10]
@@ -41,11 +41,10 @@ Row = dict[str, float]
 
 def simulate(kind: str, workers: int) -> None:
     """Print what the ranks have sent, whether all is right, and the bytes that each has taken."""
-    held = [gradients_of(rank, LENGTHS) for rank in range(workers)]  # as large as model + gradients
     before = peak_memory()
     counted = SIMULATED[kind](LENGTHS, workers)
     taken = (peak_memory() - before) / workers
-    print(counted.sent_bytes, counted.messages, int(counted.is_right), taken, len(held))
+    print(counted.sent_bytes, counted.messages, int(counted.is_right), taken)
 
 
 def simulated(kind: str, workers: int) -> tuple[Row, bool]:
@@ -57,7 +56,7 @@ def simulated(kind: str, workers: int) -> tuple[Row, bool]:
         timeout=LIMIT_S,
         check=True,
     )
-    sent, messages, is_right, taken, _ = map(float, done.stdout.split())
+    sent, messages, is_right, taken = map(float, done.stdout.split())
     # Backward passes make the gradients in the reverse order.
     planned = PLANNED[kind](LENGTHS[::-1] if kind == "canonical sums" else LENGTHS, workers)
     is_planned = messages == planned.messages and math.isclose(sent, planned.sent_bytes)
@@ -66,14 +65,10 @@ def simulated(kind: str, workers: int) -> tuple[Row, bool]:
 
 def grows_too_fast(figures: Sequence[float], counts: Sequence[int], least: float = 0.0) -> bool:
     """Return whether figures grow faster than N log N from the first on."""
-    first = max(figures[0], least) / _n_log_n(counts[0])
+    first = max(figures[0], least) / n_log_n(counts[0])
     return any(
-        figure > 1.5 * first * _n_log_n(n) for figure, n in zip(figures, counts, strict=True)
+        figure > GROWTH * first * n_log_n(n) for figure, n in zip(figures, counts, strict=True)
     )
-
-
-def _n_log_n(workers: int) -> float:
-    return workers * max(math.log2(workers), 1.0)
 
 
 def draw(
@@ -84,7 +79,7 @@ def draw(
     panels = figure.subplots(1, 3)
     dress(panels[0], "launcher", "% of a core", "workers")
     panels[0].plot(counts, [100 * value for value in cpu], marker="o", **look_of(0))
-    guide = [100 * max(cpu[0], LEAST_CPU) * _n_log_n(n) / _n_log_n(counts[0]) for n in counts]
+    guide = [100 * max(cpu[0], LEAST_CPU) * n_log_n(n) / n_log_n(counts[0]) for n in counts]
     panels[0].plot(counts, guide, color=GREY, linestyle=(0, (1, 1.2)))
     dress(panels[1], "messages of a rank", "one after another", "workers")
     dress(panels[2], "bytes sent by a rank", "times those of the gradients", "workers")

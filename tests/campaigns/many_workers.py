@@ -232,7 +232,7 @@ def main() -> int:
             for workers in counts:
                 done = measure(workers, asked.seconds, Path(scratch, f"{kind}-{workers}"))
                 first = first or (workers, max(done.cpu, LEAST_CPU))
-                allowed = GROWTH * first[1] * _n_log_n(workers) / _n_log_n(first[0])
+                allowed = GROWTH * first[1] * n_log_n(workers) / n_log_n(first[0])
                 is_good = is_good and done.is_right and done.cpu <= min(allowed, MOST_CPU)
                 print(
                     f"{workers:7} {kind:8}  {done.start_s:8.1f}  {100 * done.cpu:21.1f}"
@@ -244,7 +244,8 @@ def main() -> int:
     return 0 if is_good else 1
 
 
-def _n_log_n(workers: int) -> float:
+def n_log_n(workers: int) -> float:
+    """Return what nothing grows faster than."""
     return workers * max(math.log2(workers), 1.0)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.audit.capture import block_elements
 from hvdtrain.audit.mismatch import NO_ERROR
 from hvdtrain.exchange.buckets import grouped, suitable_bucket_bytes
-from hvdtrain.exchange.canonical import GATHERED_BYTES, bucket_bytes
+from hvdtrain.exchange.canonical import BUCKET_BYTES, GATHERED_BYTES
 from hvdtrain.exchange.rounding import BLOCK
 
 MB = 1e6
@@ -42,7 +42,8 @@ def of_gradients(lengths: Sequence[int], workers: int) -> RankTraffic:
 def of_canonical_sums(lengths: Sequence[int], workers: int) -> RankTraffic:
     """Return the traffic of the same gradients with a virtual worker on each of the workers."""
     operations, held = list[int](), 0
-    for group in grouped([VALUE * length for length in lengths], bucket_bytes(workers)):
+    sizes = [VALUE * length for length in lengths]
+    for group in grouped(sizes, suitable_bucket_bytes(workers, BUCKET_BYTES)):
         rows = sum(-(-lengths[index] // BLOCK) for index in group)
         integers = VALUE * BLOCK * rows
         held += integers

@@ -107,7 +107,7 @@ def sums_of_rank(
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buckets of few shares of small parameters are gathered, all others are not."""
-    monkeypatch.setattr(canonical, "bucket_bytes", lambda ring_size: 8192)
+    monkeypatch.setattr(canonical, "suitable_bucket_bytes", lambda ring_size, least: 8192)
     monkeypatch.setattr(canonical, "GATHERED_BYTES", 40960)
 
 
