@@ -51,7 +51,9 @@ def main() -> None:
     optimizer.step()
     TIMES.append(time.monotonic())
     if rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(TIMES), "utf-8")
+        part = Path(sys.argv[1] + ".part")
+        part.write_text(json.dumps(TIMES), "utf-8")
+        part.rename(sys.argv[1])  # whole, as the reader may look at it after a failure
     if together:
         distributed.destroy_process_group()
 

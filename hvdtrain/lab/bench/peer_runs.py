@@ -152,9 +152,12 @@ def run_peer(system: PeerSystem, work: PeerWork, controller: str, time_limit_s: 
         environment = {**os.environ, "PATH": search_path(os.environ)}
     argv = system.command(work, str(system.path), controller)
     began_s = time.time()
-    run_command(argv, environment, folder, time_limit_s)
+    if system.command is _torchrun:
+        jobs.run_peer_command(argv, environment, folder, time_limit_s, partial(_all_noted, work))
+    else:
+        run_command(argv, environment, folder, time_limit_s)
     noted = [read_json(path) for path in folder.glob("worker-*.json")]
-    if len(noted) != work.workers:
+    if not _all_noted(work):
         log = (folder / "process-0.log").read_text("utf-8", errors="replace").splitlines()
         problem = f"{len(noted)} of {work.workers} workers came to step {work.steps}"
         raise ChildFailure("\n".join([problem, *log[-LINES_SHOWN:]]))
@@ -165,6 +168,10 @@ def run_peer(system: PeerSystem, work: PeerWork, controller: str, time_limit_s: 
         peak_bytes=max(each["peak_bytes"] for each in noted),
         difference=difference(work, system, folder.glob("worker-*.weights")),
     )
+
+
+def _all_noted(work: PeerWork) -> bool:
+    return len([*Path(work.folder).glob("worker-*.json")]) == work.workers
 
 
 def difference(work: PeerWork, system: PeerSystem, files: Iterable[Path]) -> float | None:

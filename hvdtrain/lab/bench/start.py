@@ -107,7 +107,7 @@ def _script(plan: StartPlan, name: str, folder: Path) -> Started:
     launcher = [*torchrun, str(plan.workers)] if name == TORCHRUN else []
     argv = [sys.executable, *launcher, ddp_script.__file__, str(times)]
     began_s = time.monotonic()
-    run_command(argv, os.environ, folder, plan.time_limit_s)
+    jobs.run_peer_command(argv, os.environ, folder, plan.time_limit_s, times.exists)
     return started([began_s, *json.loads(times.read_text("utf-8"))])
 
 

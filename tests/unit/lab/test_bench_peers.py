@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from hvdtrain.cli import bench_peers
 from hvdtrain.errors import UsageError
 from hvdtrain.evidence.children import ChildFailure
 from hvdtrain.lab.bench import peer_runs, peers
+from hvdtrain.lab.bench.jobs import run_peer_command
 from hvdtrain.lab.bench.peer_runs import OURS, SAME, SYSTEMS, PeerRun, difference, write_images
 from hvdtrain.lab.bench.peers import STEPS, PeerCase, PeerResults, PeersPlan, lines_of, table
 from hvdtrain.lab.peers.same_work import CHECKED_STEPS, MODELS, PeerWork
@@ -204,3 +208,18 @@ def test_scripts_of_others_import_nothing_of_ours(name: str) -> None:
     for path in (SYSTEMS[name].path, SYSTEMS[name].path.with_name("same_work.py")):
         names = [module for _, module in imported_names(path.read_text("utf-8"), "")]
         assert not [module for module in names if module.startswith("hvdtrain")]
+
+
+@pytest.mark.parametrize("notes", [True, False])
+def test_a_peer_that_aborts_as_it_ends_is_measured(
+    notes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if an abort after the last step ends a bench, as DDP's may, or an earlier one does
+    not.
+    """
+    noted = tmp_path / "noted"
+    program = "import os, sys; sys.argv[2:] and open(sys.argv[1], 'w').close(); os.abort()"
+    argv = [sys.executable, "-c", program, str(noted), *(["once"] if notes else [])]
+    with nullcontext() if notes else pytest.raises(ChildFailure, match="code -6"):
+        run_peer_command(argv, os.environ, tmp_path, 60, noted.exists)
+    assert ("measured, though it failed" in capsys.readouterr().out) == notes
