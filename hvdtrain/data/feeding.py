@@ -167,8 +167,8 @@ class Feed:
         read = list(self._as_read(parts).values())
         if in_order(self.split):
             return read
-        stand_in = np.array([getattr(self.split, "first", 0)])
-        return [part if len(part) else stand_in for part in read]
+        first = getattr(self.split, "first", 0)
+        return [part if len(part) else np.array([first]) for part in read]
 
     def _as_passed(self, loaded: Iterator[Loaded], parts: Parts) -> Iterator[Loaded]:
         """Yield the batches of a step in the order of its passes."""
@@ -177,23 +177,26 @@ class Feed:
             batch if len(part) else replace(batch, samples=0, bad=0)
             for part, batch in zip(read.values(), loaded, strict=False)
         )
-        if list(read) == list(parts):
-            yield from taken
-        else:
-            batches = dict(zip(read, taken, strict=True))
-            yield from (batches[key] for key in parts)
+        return taken if list(read) == list(parts) else _reordered(taken, read, parts)
 
     def _parts(self, batch: Indices, rank: int) -> Parts:
         """Return the parts of the rank's shares, by share and micro-batch. Micro-batches
         are cut from the global batch first, so they are the same for every N.
         """
-        cuts = [batch[part] for part in split_evenly(len(batch), self.micro_batches)]
+        cuts = [batch]
+        if self.micro_batches > 1:
+            cuts = [batch[part] for part in split_evenly(len(batch), self.micro_batches)]
         return {
             (share, number): part
             for share in self.shares.of_rank(rank)
             for number, cut in enumerate(cuts)
             if len(part := self.shares.of(cut, share)) or (self.everyone and len(cut))
         }
+
+
+def _reordered(loaded: Iterator[Loaded], read: Parts, parts: Parts) -> Iterator[Loaded]:
+    batches = dict(zip(read, loaded, strict=True))
+    yield from (batches[key] for key in parts)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

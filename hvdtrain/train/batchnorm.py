@@ -140,12 +140,16 @@ def convert_back(model: nn.Module) -> None:
             del module.exchange, module.collective
 
 
-@contextmanager
-def counting(model: nn.Module, samples: int) -> Iterator[None]:
+def counting(model: nn.Module, samples: int) -> AbstractContextManager[None]:
     """Return a context of a pass over so many samples of this rank: without any, it gives the model
     one that stands in for them, so that synchronised layers take part, and add nothing.
     """
-    layers = [m for m in model.modules() if isinstance(m, SyncBatchNorm)] if not samples else []
+    return nullcontext() if samples else _counting_nothing(model)
+
+
+@contextmanager
+def _counting_nothing(model: nn.Module) -> Iterator[None]:
+    layers = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     for layer in layers:
         layer.counts = False
     try:

@@ -34,20 +34,20 @@ class PhaseClock:
     def restart(self, step: int) -> None:
         """Begin a step in the data phase; the time since the last step counts for no phase."""
         self.pulse.step = step
-        self._begin(PHASES[0])
+        self._begin(PHASES[0], self._now())
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin `phase`."""
-        self.leave()
-        self._begin(phase)
+        self._begin(phase, self.leave())
 
-    def leave(self) -> None:
-        """End the last phase of a step."""
+    def leave(self) -> Any:
+        """End the last phase of a step; return its end."""
         now = self._now()
         if self._module is None:
             self._seconds[self._phase] += now - self._began
         else:
             self._intervals.append((self._phase, self._began, now))
+        return now
 
     def take(self) -> list[float]:
         """Return the seconds of each phase since the last call, in the order of PHASES; those that
@@ -59,8 +59,8 @@ class PhaseClock:
         seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return list(seconds.values())
 
-    def _begin(self, phase: str) -> None:
-        self._phase, self._began = phase, self._now()
+    def _begin(self, phase: str, now: Any) -> None:
+        self._phase, self._began = phase, now
         self.pulse.beat(phase)
 
     def _now(self) -> Any:

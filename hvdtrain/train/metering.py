@@ -196,13 +196,13 @@ class _Window:
     steps: int = 0
     phases_s: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
 
-    def add(self, sums: list[float], samples: int, ranks: int) -> None:
+    def add(self, sums: Sequence[float], samples: int, phases_s: Sequence[float]) -> None:
         self.loss_sum += sums[LOSS]
         self.count += sums[COUNT]
         self.metrics = _added(self.metrics, sums[METRICS_FROM:])
         self.samples += samples
         self.steps += 1
-        self.phases_s = _added(self.phases_s, [s / ranks for s in sums[PHASES_FROM:LOSS]])
+        self.phases_s = _added(self.phases_s, phases_s)
 
     @property
     def samples_per_s(self) -> float:
@@ -269,12 +269,12 @@ class Meter:
         sums.check_losses(self._exchange, step)
         self._own_times.add(*sums.local_times)
         totals = sums.total()
+        phases_s = [seconds / self._exchange.size for seconds in totals[PHASES_FROM:LOSS]]
         for window in self._windows():
-            window.add(totals, samples, self._exchange.size)
+            window.add(totals, samples, phases_s)
         self._step, self._samples_seen = step, self._samples_seen + samples
-        self._last_step_s = sum(totals[PHASES_FROM:LOSS]) / self._exchange.size
         self._bad_samples += int(totals[BAD])
-        self._gradient_norm = sums.gradient_norm
+        self._gradient_norm, self._last_step_s = sums.gradient_norm, sum(phases_s)
         self.stop_agreed = self.stop_agreed or totals[STOP] > 0
 
     def read_interval(self) -> Totals:

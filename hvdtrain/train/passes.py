@@ -8,7 +8,7 @@ reduced, or on none: the run then learns something else, with an exit code of 0.
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -219,17 +219,21 @@ def steps_are_ours(job: Job) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def others_frozen(job: Job, indices: Sequence[int]) -> Iterator[None]:
+def others_frozen(job: Job, indices: Sequence[int]) -> AbstractContextManager[None]:
     """Let only the parameters of these optimizers have gradients, if there are others."""
-    frozen: list[torch.nn.Parameter] = []
-    if len(indices) < len(job.optimizers):
-        trained_ids = set(map(id, parameters_of(*(job.optimizers[index] for index in indices))))
-        frozen = [p for p in job.model.parameters() if p.requires_grad and id(p) not in trained_ids]
-    for parameter in frozen:
+    if len(indices) == len(job.optimizers):
+        return nullcontext()  # quick
+    trained_ids = set(map(id, parameters_of(*(job.optimizers[index] for index in indices))))
+    trainable = (p for p in job.model.parameters() if p.requires_grad)
+    return _frozen([p for p in trainable if id(p) not in trained_ids])
+
+
+@contextmanager
+def _frozen(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    for parameter in parameters:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in frozen:
+        for parameter in parameters:
             parameter.requires_grad_(True)

@@ -191,10 +191,10 @@ class Step:
         """Make the gradients of a pass, and add its sums to those of the step."""
         job = self.job
         check_sums(sums, job.task, pass_.loaded.samples, training=True)
-        scaled = job.update.scale(sums.loss * self._weight)
-        if self._gathering is None:
-            scaled.backward()
+        if self._gathering is None:  # the weight is that of the loss, without an operation for it
+            sums.loss.backward(job.update.scale(torch.full_like(sums.loss, self._weight)))
         else:
+            scaled = job.update.scale(sums.loss * self._weight)
             self._gathering.backward(scaled, self._slice_of(pass_))
         if not self._is_trial:
             self._guard.note(self._active or ())

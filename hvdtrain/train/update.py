@@ -1,6 +1,6 @@
 """Use of the reduced gradients: check, unscaling, clipping, optimizer step, moving average."""
 
-import math
+import cmath
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -51,7 +51,7 @@ class Update:
         return torch.autocast(self._device.type, dtype=self._amp_dtype, enabled=enabled)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss for the backward pass (fp16: multiplied by the loss scale)."""
+        """Return a loss, or its gradient, for the backward pass (fp16: times the loss scale)."""
         return self._scaler.scale(loss)
 
     def not_finite(self, optimizers: Optimizers, measure: bool = False) -> list[str]:
@@ -130,7 +130,6 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not _values(tensor).isfinite().all()]
 
 
-@torch.no_grad()
 def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether sums over all elements are finite; with an infinite one or NaN one is not.
 
@@ -142,7 +141,7 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     if tensor_list and tensor_list[0].device.type != "cpu":
         return bool(torch.nn.utils.get_total_norm(list(map(_values, tensor_list))).isfinite())
     parts = tensor_list if len(tensor_list) <= FEW_TENSORS else _joined(tensor_list)
-    return all(math.isfinite(_values(part).sum().item()) for part in parts)
+    return all(cmath.isfinite(part.sum().item()) for part in parts)
 
 
 def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -85,7 +85,7 @@ BIG_BASIN = Cluster(_network(50), Link(NVLINK_LATENCY_S, NVLINK_BANDWIDTH), work
 
 # Horovod until June 2018: a fusion buffer of 64 MiB, a tick of 5 ms (horovod/common/operations.cc
 # at its commit 8318a898).
-HOROVOD_2018 = Queue(cycle_s=0.005, fusion_bytes=64 << 20)
+HOROVOD_2018 = Queue(cycle_s=0.005, fusion_bytes=64 << 20, sleeps=True)
 # Goyal et al., section 4: each gradient is reduced as soon as it is available.
 AT_ONCE = Queue(cycle_s=0.0, fusion_bytes=0)
 

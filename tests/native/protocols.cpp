@@ -1,5 +1,6 @@
 // The sums of hvdtrain/horovod_build/native between threads as ranks: right in every bit, whatever
-// the delays, and ended by an error where a rank ends. FEW_BYTES, PIECE_BYTES: of the headers.
+// the delays, and ended by an error where a rank ends; and the pause before a cycle. FEW_BYTES,
+// PIECE_BYTES: of the headers.
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -40,6 +41,7 @@ static int UnmapOnce(void* begin, size_t bytes) {
 #include "sleeping_mpi.h"
 
 using horovod::common::GlooByHost;
+using horovod::common::Pause;
 using horovod::common::SleepingMpi;
 using horovod::common::Stalled;
 using horovod::common::WaitFor;
@@ -250,6 +252,32 @@ static void SumOverGloo(int hosts, int on_host, int rounds, bool ends) {
   Require(failed == (ends ? hosts * on_host - 1 : 0), "the number of ranks that end with an error");
 }
 
+// A pause ends for an ask whenever it comes, but for none before the last submission.
+static void EndPauses(int rounds) {
+  constexpr std::chrono::milliseconds kLimit(50);
+  Pause& pause = Pause::Get();
+  std::atomic<int> ended{0};
+  std::thread pausing([&] {
+    while (ended < rounds) {
+      pause.Wait(std::chrono::minutes(1));
+      ++ended;
+    }
+  });
+  for (int round = 0; round < rounds; ++round) {
+    std::this_thread::sleep_for(std::chrono::microseconds(round % 7 * 20));
+    pause.End();
+    while (ended <= round) {
+      std::this_thread::yield();
+    }
+  }
+  pausing.join();
+  pause.End();
+  pause.Submitted();
+  auto began = std::chrono::steady_clock::now();
+  pause.Wait(kLimit);
+  Require(std::chrono::steady_clock::now() - began >= kLimit, "an earlier ask has ended a pause");
+}
+
 int main(int, char** arguments) {
   const std::string what = arguments[1];
   const int rounds = std::atoi(arguments[2]);
@@ -262,6 +290,8 @@ int main(int, char** arguments) {
     for (auto [hosts, on_host] : {std::pair{1, 2}, {2, 2}, {2, 3}, {3, 2}}) {
       SumOverGloo(hosts, on_host, rounds, false);
     }
+  } else if (what == "pause") {
+    EndPauses(rounds);
   } else {
     SumOverGloo(2, 2, 1 << 30, true);
   }

@@ -32,3 +32,26 @@ def test_check(size: int, controller: str, check: object) -> None:
     assert finished.exit_code == 0, finished.output
     assert name in problems, finished.output
     assert problems[name] == [None] * size, "\n".join(map(str, problems[name]))
+
+
+AWAITED = """\
+import time, torch
+from hvdtrain.exchange.horovod import HorovodExchange
+exchange = HorovodExchange()
+exchange.sum_later(torch.ones(3), "first")()
+began_s = time.monotonic()
+for number in range(8):
+    assert exchange.sum_later(torch.ones(3), f"sum.{number}")().tolist() == [2.0] * 3
+print(f"sums after {time.monotonic() - began_s}\\n", end="")
+exchange.close()
+"""
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_a_sum_that_is_waited_for_is_not_put_off(controller: str) -> None:
+    """Fails if each sum waits for Horovod's next cycle, though both ranks wait for its result."""
+    command, variables = [sys.executable, "-c", AWAITED], {"HOROVOD_CYCLE_TIME": "1000"}
+    finished = horovodrun(2, controller, command, variables=variables)
+    assert finished.exit_code == 0, finished.output
+    seconds = [float(text) for text in re.findall(r"sums after ([.\d]+)", finished.output)]
+    assert len(seconds) == 2 and max(seconds) < 4, seconds  # 8 cycles of a second

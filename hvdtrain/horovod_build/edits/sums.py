@@ -11,6 +11,8 @@ _BY_HOST = (
     "with several workers a host, a ring of all ranks sends up to twice the bytes over its link"
 )
 _ASKED = "a transfer may take the core from a thread that waits for it, not from one that computes"
+_PAUSE = "a cycle begins up to 1 ms after the last operation, also where its result is waited for"
+_SUBMITTED = "  Pause::Get().Submitted();\n  entry_added_.notify_one();\n  return Status::OK();\n"
 _STALLED = (
     "where a wait for a rank has stalled, the operation returns the error, and Horovod's thread "
     "ends without MPI's collectives, in which it would wait for that rank for ever"
@@ -108,7 +110,8 @@ WAITING = (
     Edit(
         "horovod/common/tensor_queue.h",
         "#include <iostream>\n#include <mutex>\n",
-        "#include <chrono>\n#include <condition_variable>\n#include <iostream>\n#include <mutex>\n",
+        "#include <chrono>\n#include <condition_variable>\n#include <iostream>\n#include <mutex>\n"
+        '#include "waiting.h"\n',
         _IDLE,
     ),
     Edit(
@@ -132,15 +135,13 @@ protected:
     Edit(
         "horovod/common/tensor_queue.cc",
         "  message_queue_.push(std::move(message));\n  return Status::OK();\n",
-        "  message_queue_.push(std::move(message));\n  entry_added_.notify_one();\n"
-        "  return Status::OK();\n",
+        "  message_queue_.push(std::move(message));\n" + _SUBMITTED,
         _IDLE,
     ),
     Edit(
         "horovod/common/tensor_queue.cc",
         "    message_queue_.push(std::move(messages[i]));\n  }\n  return Status::OK();\n",
-        "    message_queue_.push(std::move(messages[i]));\n  }\n  entry_added_.notify_one();\n"
-        "  return Status::OK();\n",
+        "    message_queue_.push(std::move(messages[i]));\n  }\n" + _SUBMITTED,
         _IDLE,
     ),
     # Without an operation of this rank none can begin on any other, but for those of process sets
@@ -276,5 +277,19 @@ STALLS = (
         "::PollHandle(int handle) {\n",
         "::PollHandle(int handle) {\n  common::LastAskedUs() = common::NowUs();\n",
         _ASKED,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.cc",
+        "  return results_[handle] != nullptr;\n",
+        "  bool is_done = results_[handle] != nullptr;\n"
+        "  if (!is_done) { common::Pause::Get().End(); }\n"
+        "  return is_done;\n",
+        _PAUSE,
+    ),
+    Edit(
+        "horovod/common/operations.cc",
+        "    std::this_thread::sleep_for(sleep_duration);\n  }\n  state.last_cycle_start",
+        "    Pause::Get().Wait(sleep_duration);\n  }\n  state.last_cycle_start",
+        _PAUSE,
     ),
 )

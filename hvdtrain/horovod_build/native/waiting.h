@@ -1,4 +1,5 @@
-// Waits for other ranks: they sleep, and end by Horovod's stall limit. Added to Horovod's source.
+// Waits for other ranks: they sleep, and end by Horovod's stall limit; the pause of Horovod's thread
+// between two cycles, which ends once its result is asked for. Added to Horovod's source.
 
 #ifndef HOROVOD_WAITING_H
 #define HOROVOD_WAITING_H
@@ -6,7 +7,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -25,6 +28,36 @@ inline std::atomic<long long>& LastAskedUs() {
   static std::atomic<long long> at_us{0};
   return at_us;
 }
+
+// The pause of Horovod's thread until its next cycle, in which further operations may be submitted.
+// It ends where a thread asks for a result after the last of them: there is nothing to wait for.
+class Pause {
+public:
+  static Pause& Get() {
+    static Pause* pause = new Pause; // never deleted: the thread may outlive static objects
+    return *pause;
+  }
+
+  template <typename Duration> void Wait(Duration limit) {
+    std::unique_lock<std::mutex> guard(mutex_);
+    ended_.wait_for(guard, limit, [this] { return is_asked_.load(); });
+    is_asked_ = false;
+  }
+
+  void End() {
+    if (!is_asked_.exchange(true)) {
+      std::lock_guard<std::mutex> guard(mutex_);
+      ended_.notify_one();
+    }
+  }
+
+  void Submitted() { is_asked_ = false; }
+
+private:
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  std::atomic<bool> is_asked_{false};
+};
 
 // A wait that made no progress until the stall limit. Other ranks may still use the communicator, so
 // neither it nor MPI can be ended in order after that: nothing of MPI may be called.

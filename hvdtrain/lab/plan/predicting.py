@@ -133,6 +133,7 @@ class Queue:
     cycle_s: float = 0.001  # HOROVOD_CYCLE_TIME's default
     fusion_bytes: int = 0  # messages that are ready at the same time are fused up to this size
     bucket_bytes: int = 0  # smaller gradients share a message
+    sleeps: bool = False  # until the next cycle also where the rank waits, as Horovod's own does
 
 
 @dataclass(frozen=True)
@@ -255,20 +256,24 @@ def exchange(
 ) -> ExchangeTimes:
     """Simulate the exchange of the gradients of one step.
 
-    `gradients`: in the order in which they become ready. `cost`: maps bytes to seconds.
+    `gradients`: in the order in which they become ready. `cost`: maps bytes to seconds. Once the
+    last is ready the rank waits for the result.
     """
     gradients = in_buckets(gradients, queue.bucket_bytes)
     now, end, busy, exchanges, done = 0.0, 0.0, 0.0, 0, 0
+    ends_s = max((gradient.ready_s for gradient in gradients), default=0.0)
+    awaited_s = math.inf if queue.sleeps else ends_s
     while done < len(gradients):
         ready_s = gradients[done].ready_s
         if ready_s > now and queue.cycle_s > 0:  # asleep, and awake once a cycle
             now += math.ceil((ready_s - now) / queue.cycle_s) * queue.cycle_s
+            now = min(now, awaited_s)
         now = max(now, ready_s)  # rounding must not put it before `ready_s`
         ready = [g for g in gradients[done:] if g.ready_s <= now]
         buffers = [cost(size) for size in fuse([g.size_bytes for g in ready], queue.fusion_bytes)]
         spent = negotiation_s + math.fsum(buffers)
         end, busy = now + spent, busy + spent
-        now = max(end, now + queue.cycle_s)
+        now = max(end, min(now + queue.cycle_s, max(now, awaited_s)))
         done, exchanges = done + len(ready), exchanges + len(buffers)
     return ExchangeTimes(end, busy, exchanges)
 

@@ -10,10 +10,10 @@ workers, take
 
     c + K * 2 (N - 1) * (latency + b / (N bandwidth))
 
-where c does not depend on K and b: it is the agreement of the ranks, plus half a cycle, the mean
-wait after a submission. The three unknowns are found by least squares over several K and b, with
-errors relative to the fitted time, as times differ by orders of magnitude: gamma regression, by
-iterated weights (P. McCullagh, J. Nelder, "Generalized Linear Models", 1989, chapter 8).
+where c does not depend on K and b: it is the agreement of the ranks, which begins at once, as they
+wait for the result. The three unknowns are found by least squares over several K and b, with errors
+relative to the fitted time, as times differ by orders of magnitude: gamma regression, by iterated
+weights (P. McCullagh, J. Nelder, "Generalized Linear Models", 1989, chapter 8).
 """
 
 from __future__ import annotations
@@ -120,14 +120,13 @@ def fit(workers: int, controller: str, cycle_s: float, points: Sequence[Point]) 
     constant_s, latency_s, seconds_per_byte = unknowns.tolist()
     if not seconds_per_byte > 0:
         raise TrainingError("network: the times of all-reduces do not grow with their bytes")
-    agreement_s = max(constant_s - cycle_s / 2, 0.0)
     return Network(
         workers=workers,
         controller=controller,
         cycle_s=cycle_s,
         points=tuple(points),
         link=Link(latency_s, 1 / seconds_per_byte),
-        negotiation_message_s=agreement_s / negotiation_messages(workers),
+        negotiation_message_s=constant_s / negotiation_messages(workers),
         residuals=tuple((times / fitted - 1).tolist()),
     )
 
@@ -186,8 +185,7 @@ def measure_network(controller: str) -> Network:
 def time_all_reduces(exchange: HorovodExchange, cycle_s: float) -> list[Point]:
     """Collective: return the median seconds of each shape from the submission of the last rank.
 
-    Ranks sleep for a random part of two cycles before they submit, so that the mean wait is half
-    a cycle, as the fit assumes.
+    Ranks sleep for a random part of two cycles before they submit, so that Horovod's thread pauses.
     """
     dice = random.Random(0)  # the same on every rank
     points = []

@@ -26,14 +26,18 @@ def protocols(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("what", "rounds", "stall_limit_s"),
-    [("mpi", 400, 30), ("mpi-ends", 1, 3), ("gloo", 150, 0), ("gloo-ends", 1, 0)],
+    [
+        *(("mpi", 400, 30), ("mpi-ends", 1, 3), ("gloo", 150, 0), ("gloo-ends", 1, 0)),
+        ("pause", 500, 0),
+    ],
 )
 def test_sums_between_threads(
     protocols: Path, what: str, rounds: int, stall_limit_s: int, tmp_path: Path
 ) -> None:
     """Fails on a race, or an element with another bit than the documented order gives, at any
     length, number of ranks or delay; if ranks wait for ever for one that has ended, name another
-    one, or do not wait for one that pauses; or if a file stays in memory.
+    one, or do not wait for one that pauses; if a file stays in memory; or if the pause before a
+    cycle goes on though a result is asked for.
     """
     limits = {"CHECK": "1", "SHUTDOWN": str(stall_limit_s)}
     variables = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in limits.items()}

@@ -166,7 +166,7 @@ def test_a_fit_finds_what_is_there(
     latency: float, bandwidth: float, agreement: float, workers: int
 ) -> None:
     """Fails when exact times do not give back their latency, bandwidth and agreement."""
-    points = timed(agreement + 0.0005, Link(latency, bandwidth), workers)
+    points = timed(agreement, Link(latency, bandwidth), workers)
     found = fit(workers, "gloo", 0.001, points)
     assert found.link.latency_s == pytest.approx(latency, rel=1e-4, abs=1e-8)
     assert found.link.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-4)

@@ -134,9 +134,9 @@ def test_golden_output(
             f"{prediction['efficiency']:.3f}",
         ]
     # By hand, in ms: of two workers the slower takes 32/31.333 as long: 31.660, of which backward
-    # 20.426. The last gradient is ready then, travels from the wake-up at 21 on, for 0.01 of
-    # agreement and 2 (0.005 + 0.0625), and so ends 0.720 after the backward pass.
-    assert rows[1][1:3] == ["32.38", "0.957"]
+    # 20.426. The last gradient is ready then, and travels at once, as the rank waits: for 0.01 of
+    # agreement and 2 (0.005 + 0.0625), so it ends 0.145 after the backward pass.
+    assert rows[1][1:3] == ["31.80", "0.975"]
     assert content["network"] is None and content["profile"]["name"] == PROFILE.name
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert f"written to {tmp_path / 'scaling.png'}" in reported

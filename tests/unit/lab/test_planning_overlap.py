@@ -64,11 +64,13 @@ CASES = {
         *(((5, 0.0), (9, 1.0), (2, 20.0)), Queue(0.0, bucket_bytes=8), 0.0),
         *(20.0 + 17.0, 19.0 + 17.0, 2),
     ),
-    "asleep until the next cycle": (((1, 0.5),), Queue(4.0, 0), 0.0, 15.0, 11.0, 1),
+    "asleep until the next cycle": (((1, 0.5), (1, 9.0)), Queue(4.0, 0), 0.0, 26.0, 22.0, 2),
+    "awake once the rank waits": (((1, 0.5),), Queue(4.0, 0), 0.0, 11.5, 11.0, 1),
+    "asleep though the rank waits": (((1, 0.5),), Queue(4.0, sleeps=True), 0.0, 15.0, 11.0, 1),
     "ready just as it wakes up": (((1, 4.0),), Queue(4.0, 0), 0.0, 15.0, 11.0, 1),
     "cycles are counted from the last wake-up": (
-        *(((1, 0.0), (1, 1.0)), Queue(20.0, 0), 0.0),
-        *(20.0 + 11.0, 22.0, 2),
+        *(((1, 0.0), (1, 1.0), (1, 50.0)), Queue(20.0, 0), 0.0),
+        *(50.0 + 11.0, 33.0, 3),
     ),
     "no sleep after a long exchange": (
         *(((30, 0.0), (1, 1.0)), Queue(20.0, 0), 0.0),
