@@ -183,9 +183,7 @@ class Feed:
         """Return the parts of the rank's shares, by share and micro-batch. Micro-batches
         are cut from the global batch first, so they are the same for every N.
         """
-        cuts = [batch]
-        if self.micro_batches > 1:
-            cuts = [batch[part] for part in split_evenly(len(batch), self.micro_batches)]
+        cuts = [batch[part] for part in split_evenly(len(batch), self.micro_batches)]
         return {
             (share, number): part
             for share in self.shares.of_rank(rank)

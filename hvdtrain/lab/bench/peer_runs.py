@@ -157,7 +157,7 @@ def run_peer(system: PeerSystem, work: PeerWork, controller: str, time_limit_s: 
     else:
         run_command(argv, environment, folder, time_limit_s)
     noted = [read_json(path) for path in folder.glob("worker-*.json")]
-    if not _all_noted(work):
+    if len(noted) != work.workers:
         log = (folder / "process-0.log").read_text("utf-8", errors="replace").splitlines()
         problem = f"{len(noted)} of {work.workers} workers came to step {work.steps}"
         raise ChildFailure("\n".join([problem, *log[-LINES_SHOWN:]]))
