@@ -21,96 +21,22 @@ at its end, where every exchange is waited for. Where their shares are few bytes
 gathers those of all ranks, in one exchange, and adds them itself.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import torch
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.exchange import Exchange, Pending, SingleProcess
+from hvdtrain.exchange import Exchange, Pending
 from hvdtrain.exchange.buckets import messages_of, suitable_bucket_bytes
+from hvdtrain.exchange.canonical_rows import CanonicalRows
 from hvdtrain.exchange.distributed_optimizer import Trainable
 from hvdtrain.exchange.gradients import (
     added_dtype,
-    as_complex,
-    as_real,
-    laid_out_as,
     make_gradients_dense,
-    part_of,
-    real_length,
 )
-from hvdtrain.exchange.rounding import BLOCK, FORMATS, finite, rounding_on
+from hvdtrain.exchange.rounding import FORMATS, finite
 
 BUCKET_BYTES = 1 << 18  # of parameters that travel together, at least
-GATHERED_BYTES = 1 << 18  # all shares of a bucket, if they are gathered to be added
-
-
-class _Rows:
-    """Parameters that are summed together, as rows of BLOCK elements; each begins a new row."""
-
-    def __init__(
-        self,
-        number: int,
-        parameters: Sequence[torch.nn.Parameter],
-        shares: int,
-        exchange: Exchange,
-    ) -> None:
-        """Prepare the sums of these parameters, `number` of all that are summed together.
-
-        `shares`: number of shares over all ranks.
-        """
-        self.number, self.parameters = number, parameters
-        lengths = [-(-real_length(parameter) // BLOCK) * BLOCK for parameter in parameters]
-        *self._starts, total = itertools.accumulate(lengths, initial=0)
-        self.dtype = added_dtype(parameters[0].dtype)
-        self.form = FORMATS[self.dtype]
-        # (rows, BLOCK): the sum, first of this rank, then of all ranks.
-        shape, device = (total // BLOCK, BLOCK), parameters[0].device
-        self.integers = torch.zeros(shape, dtype=self.form.integer, device=device)
-        self.rounding = rounding_on(device)
-        self.is_gathered = exchange.size > 1 and shares * self.integers.nbytes <= GATHERED_BYTES
-        # With whom exponents and integers are exchanged; with none, once all shares are here.
-        self.exchange = SingleProcess() if self.is_gathered else exchange
-        self.shares: list[torch.Tensor] = []  # this rank's, (rows, BLOCK) each
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the last step."""
-        self.missing = len(self.parameters)  # without a gradient of the last share yet
-        self.shares.clear()
-        self.gathered: Pending | None = None  # the exchange of all shares, (shares, rows, BLOCK)
-        # (rows + 1,); the last one: whether any is not finite.
-        self.exponents: torch.Tensor | None = None
-        self.agreed: Pending | None = None  # the exchange of exponents
-        self.shifts: torch.Tensor | None = None  # (rows,): integers are multiples of 2^-shift
-        self.added: Pending | None = None  # the exchange of integers
-        self.marked: Pending | None = None  # the exchange of the sums of infinities and NaNs
-
-    @property
-    def is_sent(self) -> bool:
-        """Return whether the last share of this rank is complete, and its exchange has begun."""
-        return self.gathered is not None or self.agreed is not None
-
-    def by_parameter(self, rows: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yield each parameter with its part of the rows, in the shape of `as_real`."""
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            yield parameter, part_of(rows.view(-1), start, parameter)
-
-    def add_share(self) -> None:
-        """Add the parameters' present gradients as a share, unless all are missing."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        if all(gradient is None for gradient in gradients):
-            return
-        first = gradients[0]
-        if len(gradients) == 1 and first is not None and real_length(first) % BLOCK == 0:
-            share = as_real(first.detach()).reshape(-1, BLOCK).to(self.dtype)
-            self.shares.append(share.contiguous())  # a hook may have left an expanded one
-            return
-        rows = torch.zeros_like(self.integers, dtype=self.dtype)
-        for parameter, part in self.by_parameter(rows):
-            if parameter.grad is not None:
-                part.copy_(as_real(parameter.grad.detach()))
-        self.shares.append(rows)
 
 
 class CanonicalSums:
@@ -136,9 +62,8 @@ class CanonicalSums:
         The trainable parameters must be those of `check_types`.
         """
         make_gradients_dense(model, optimizer)
-        self._exchange, self._shares, self._first_share = exchange, shares, 0
+        self._exchange, self._share = exchange, 0  # of this rank, the one that is computed
         self._name = "hvdtrain.canonical" + (f".{index}" if index else "")
-        self._headroom = (shares - 1).bit_length()  # ceil(log2(shares))
         self._optimizer = optimizer
         self._trainable = Trainable(model, optimizer)
         self._may_overlap: bool | None = None  # unknown before the first step has ended
@@ -146,7 +71,7 @@ class CanonicalSums:
         self._made: set[torch.Tensor] = set()  # parameters whose gradients this pass has made
         most = suitable_bucket_bytes(exchange.ring_size, BUCKET_BYTES)
         self._buckets = [
-            _Rows(number, list(message.values()), shares, exchange)
+            CanonicalRows(number, list(message.values()), shares, exchange)
             for number, message in enumerate(messages_of(model, optimizer, most))
         ]
         self._hooks = [
@@ -166,26 +91,28 @@ class CanonicalSums:
 
     def begin(self, first_share: int) -> None:
         """Begin a step, without any share; `first_share`: the number of this rank's first one."""
-        self._overlaps, self._first_share = False, first_share
+        self._overlaps, self._share = False, first_share
         for bucket in self._buckets:
             bucket.clear()
 
     def next_share(self) -> None:
         """Keep the gradients of the share that has ended; the next one begins without any."""
         for bucket in self._buckets:
-            bucket.add_share()
+            bucket.add_share(self._share)
             for parameter in bucket.parameters:
                 parameter.grad = None
+        self._share += 1
 
     def begin_pass(self, is_last: bool) -> None:
         """Begin a backward pass; the exchange overlaps with the last one of this rank."""
         self._made.clear()
         self._overlaps = is_last and self._may_overlap is True
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """Collective: make every `.grad` the sum over all shares; zero if no share has a gradient.
 
-        Raises TrainingError if trainable parameters have been added, removed or converted.
+        Returns whether they are known to be finite, the same on every rank. Raises TrainingError if
+        trainable parameters have been added, removed or converted.
         """
         self._overlaps = False
         if self._may_overlap is None:
@@ -196,14 +123,16 @@ class CanonicalSums:
                 self._send(bucket)
         for bucket in self._buckets:
             if bucket.gathered is not None:
-                bucket.shares = [*bucket.gathered.wait().view(bucket.dtype)]
+                bucket.gathered.wait()
+                bucket.shares = [*bucket.places]
                 self._send_exponents(bucket)
             if bucket.added is None:
                 self._send_integers(bucket)
         for bucket in self._buckets:
-            self._receive(bucket)
+            bucket.receive()
+        return all(bucket.is_finite for bucket in self._buckets)
 
-    def _hook(self, bucket: _Rows) -> Callable[[torch.Tensor], None]:
+    def _hook(self, bucket: CanonicalRows) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             if parameter in self._made:
                 self._may_overlap = False
@@ -225,64 +154,46 @@ class CanonicalSums:
 
         return gradient_is_ready
 
-    def _send(self, bucket: _Rows) -> None:
+    def _send(self, bucket: CanonicalRows) -> None:
         """Collective: begin the exchange of a bucket whose last share of this rank is complete."""
-        bucket.add_share()
+        bucket.add_share(self._share)
         if not bucket.is_gathered:
             self._send_exponents(bucket)
             return
-        # Each place has the bits of one share, and zeros of all other ranks: a sum of integers.
-        places = bucket.integers.new_zeros((self._shares, *bucket.integers.shape))
-        for number, share in enumerate(bucket.shares, start=self._first_share):
-            places[number] = share.view(places.dtype)
+        # Each place has the bits of one share, and zeros on all other ranks: a sum of integers.
+        places = bucket.places.view(bucket.integers.dtype)
         name = f"{self._name}.shares.{bucket.number}"
         bucket.gathered = self._exchange.begin_reduction(places, "sum", name)
 
-    def _send_exponents(self, bucket: _Rows) -> None:
+    def _send_exponents(self, bucket: CanonicalRows) -> None:
         """Collective: begin to agree on the exponents of a bucket's blocks."""
-        integers = bucket.integers
-        exponents = torch.zeros(len(integers) + 1, dtype=torch.int32, device=integers.device)
+        bucket.fields.zero_()
         for share in bucket.shares:
-            bucket.rounding.raise_fields(share, exponents)
-        bucket.exponents = exponents
-        bucket.agreed = self._begin(bucket, exponents, "max", "exponents")
+            bucket.rounding.raise_fields(share, bucket.fields)
+        bucket.agreed = self._begin(bucket, bucket.fields, "max", "exponents")
 
-    def _send_integers(self, bucket: _Rows) -> None:
+    def _send_integers(self, bucket: CanonicalRows) -> None:
         """Collective: once exponents are agreed on, round the shares and begin to add them."""
-        assert bucket.agreed is not None and bucket.exponents is not None
+        assert bucket.agreed is not None
         bucket.agreed.wait()
-        form = bucket.form
-        # A field of k + bias - 1 means that 2^(k - 1) <= m < 2^k.
-        shifts = (form.bits - self._headroom + form.bias - 1) - bucket.exponents[:-1]
-        bucket.shifts = shifts.clamp_(max=form.bias - 1)
+        bucket.largest = int(bucket.fields.max()) if len(bucket.integers) else 0
         shares = bucket.shares
-        if bool(bucket.exponents[-1]):
+        if bucket.is_marked:
             others = torch.zeros_like(bucket.integers, dtype=bucket.dtype)
             for share in shares:
                 others += share.masked_fill(share.isfinite(), 0)
             shares = [finite(share) for share in shares]
             bucket.marked = self._begin(bucket, others, "sum", "not_finite")
         if shares:
-            bucket.rounding.add_rounded(shares, shifts, bucket.integers)
+            bucket.rounding.add_rounded(shares, bucket.fields, bucket.top, bucket.integers)
         else:
             bucket.integers.zero_()
         bucket.shares.clear()
         bucket.added = self._begin(bucket, bucket.integers, "sum", "integers")
 
-    def _begin(self, bucket: _Rows, values: torch.Tensor, op: str, what: str) -> Pending:
+    def _begin(self, bucket: CanonicalRows, values: torch.Tensor, op: str, what: str) -> Pending:
         """Collective: begin to reduce values of a bucket."""
         return bucket.exchange.begin_reduction(values, op, f"{self._name}.{what}.{bucket.number}")
-
-    def _receive(self, bucket: _Rows) -> None:
-        """Collective: wait for the sums of a bucket, and convert them to gradients."""
-        assert bucket.added is not None and bucket.shifts is not None
-        bucket.added.wait()
-        total = bucket.rounding.converted(bucket.integers, bucket.shifts)
-        if bucket.marked is not None:
-            total += bucket.marked.wait()
-            total.masked_fill_(total.isnan(), torch.nan)  # NaNs have many bit patterns
-        for parameter, values in bucket.by_parameter(total):
-            parameter.grad = laid_out_as(as_complex(values, parameter.dtype), parameter)
 
 
 def check_types(model: torch.nn.Module) -> None:

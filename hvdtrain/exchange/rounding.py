@@ -29,6 +29,10 @@ class Format:
         """Return the exponent fields of values that are not negative, as int32."""
         return (magnitudes.view(self.integer) >> self.mantissa_bits).to(torch.int32)
 
+    def shifts(self, fields: torch.Tensor, top: int) -> torch.Tensor:
+        """Return the exponent of each row's scale; `fields`, `top`: those of `Rounding`."""
+        return (top - fields[:-1]).clamp_(max=self.bias - 1)
+
     def powers(self, exponents: torch.Tensor) -> torch.Tensor:
         """Return 2^exponents, exactly; they must be those of normal numbers."""
         fields = (exponents.to(self.integer) + self.bias) << self.mantissa_bits
@@ -42,30 +46,31 @@ FORMATS = {
 
 
 class Rounding:
-    """The conversions, by torch's operations."""
+    """The conversions, by torch's operations.
+
+    `fields`: (rows + 1,), int32: the exponent field of each row's largest finite magnitude, over
+    all shares; the last one, of no row, is that of infinities if an element is infinite or NaN, and
+    0 otherwise. `top`: a row's values times 2^(top - field) are rounded to integers (a field that
+    is too low counts as the lowest for which that is a normal number), and must fit into them.
+    """
 
     def raise_fields(self, values: torch.Tensor, fields: torch.Tensor) -> None:
-        """Raise each row's field to the exponent field of its largest finite magnitude.
-
-        `fields`: (rows + 1,), int32. The last one becomes 1 if an element is infinite or NaN.
-        """
+        """Raise the fields to those of `values`, a share."""
         form = FORMATS[values.dtype]
         largest = form.fields(_largest(values))
         marked = (largest == form.infinite).any()
         # On a device the host would wait for all that it has started, so it does not ask.
         if values.device.type != "cpu" or bool(marked):
-            fields[-1].logical_or_(marked)
+            fields[-1] = torch.maximum(fields[-1], marked * form.infinite)
             largest = form.fields(_largest(finite(values)))
         torch.maximum(fields[:-1], largest, out=fields[:-1])
 
     def add_rounded(
-        self, shares: Sequence[torch.Tensor], shifts: torch.Tensor, integers: torch.Tensor
+        self, shares: Sequence[torch.Tensor], fields: torch.Tensor, top: int, integers: torch.Tensor
     ) -> None:
-        """Set `integers` to the sum of the shares, each times 2^shift and rounded, ties to even.
-
-        `shares`: one or more. `shifts`: (rows,), int32. Products must fit into the integers.
-        """
-        scales = FORMATS[shares[0].dtype].powers(shifts)[:, None]
+        """Set `integers` to the sum of one share or more, each rounded, ties to even."""
+        form = FORMATS[shares[0].dtype]
+        scales = form.powers(form.shifts(fields, top))[:, None]
         # Memory is read and written once: a part stays in a core's cache through all passes.
         for rows in _parts_of(integers):
             total = integers[rows]
@@ -76,14 +81,14 @@ class Rounding:
                 else:
                     total += rounded.to(integers.dtype)
 
-    def converted(self, integers: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-        """Return the integers as floats of as many bits, rounded, times 2^-shift."""
-        dtype = torch.float32 if integers.dtype == torch.int32 else torch.float64
-        quanta = FORMATS[dtype].powers(-shifts)[:, None]
-        values = torch.empty_like(integers, dtype=dtype)
+    def convert(
+        self, integers: torch.Tensor, fields: torch.Tensor, top: int, values: torch.Tensor
+    ) -> None:
+        """Set `values` to the integers as floats of as many bits, rounded, over 2^(top - field)."""
+        form = FORMATS[values.dtype]
+        quanta = form.powers(-form.shifts(fields, top))[:, None]
         for rows in _parts_of(values):
             values[rows].copy_(integers[rows]).mul_(quanta[rows])
-        return values
 
 
 class NativeRounding(Rounding):
@@ -93,25 +98,24 @@ class NativeRounding(Rounding):
         self._operations = operations
 
     def raise_fields(self, values: torch.Tensor, fields: torch.Tensor) -> None:
-        if self._operations.raise_fields(values, fields[:-1]):
-            fields[-1] = 1
-            self._operations.raise_fields(finite(values), fields[:-1])
+        self._operations.raise_fields(values, fields)
 
     def add_rounded(
-        self, shares: Sequence[torch.Tensor], shifts: torch.Tensor, integers: torch.Tensor
+        self, shares: Sequence[torch.Tensor], fields: torch.Tensor, top: int, integers: torch.Tensor
     ) -> None:
         for number, share in enumerate(shares):
-            self._operations.round_to(integers, share, shifts, number > 0)
+            self._operations.round_to(integers, share, fields, top, number > 0)
 
-    def converted(self, integers: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-        values: torch.Tensor = self._operations.converted(integers, shifts)
-        return values
+    def convert(
+        self, integers: torch.Tensor, fields: torch.Tensor, top: int, values: torch.Tensor
+    ) -> None:
+        self._operations.convert_to(values, integers, fields, top)
 
 
 def rounding_on(device: torch.device) -> Rounding:
     """Return the conversions for values on `device`."""
     operations = torch.ops.hvdtrain
-    is_native = device.type == "cpu" and hasattr(operations, "raise_fields")
+    is_native = device.type == "cpu" and hasattr(operations, "convert_to")
     return NativeRounding(operations) if is_native else Rounding()
 
 

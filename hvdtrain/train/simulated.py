@@ -75,7 +75,7 @@ class SimulatedRanks(Workers):
         if step:
             self._activate(share)
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> bool:
         """Add the gradients of all ranks; a missing one counts as zeros, as in Horovod."""
         self._take()
         each = [
@@ -93,6 +93,7 @@ class SimulatedRanks(Workers):
             sums = {parameter: _precise_sum(gradients) for parameter, gradients in terms.items()}
         for parameter, total in sums.items():
             parameter.grad = laid_out_as(torch.from_numpy(total).to(self._device), parameter)
+        return False
 
     def states(self) -> list[WorkerState]:
         self._keep()

@@ -253,17 +253,17 @@ class Step:
         clock.enter("exchange")
         sums.mark(END, self.end_requested)
         sums.start(exchange, number, self._stop_requested(), clock.take(), len(self._made))
-        job.workers.reduce_gradients()
+        finite = job.workers.reduce_gradients()
         self.end_agreed |= ends_run(job, exchange, sums, number)
         self._audit.reduced(number, optimizers)
         if not job.task.counts_samples or may_skip(job.data.train):  # the count is known only now
-            counted = sums.total()[COUNT]
-            job.update.rescale(optimizers, self._data.samples / counted if counted else 1.0)
+            factor = job.update.rescale(optimizers, self._data.samples, sums.total()[COUNT])
+            finite &= factor <= 1
         clock.enter("update")
         is_logged = number % job.intervals.log == 0
-        if names := job.update.not_finite(optimizers, measure=is_logged):
-            passes, weight = self._passes_done, self._weight
-            refuse_gradients(names, job, exchange, sums, number, passes, weight)
+        names = [] if finite and not is_logged else job.update.not_finite(optimizers, is_logged)
+        if names:
+            refuse_gradients(names, job, exchange, sums, number, self._passes_done, self._weight)
         sums.gradient_norm = job.update.apply(optimizers, measure=is_logged)
         self._made.append(sums)
 

@@ -74,10 +74,14 @@ class Update:
             {name: p.grad for name, p in named if id(p) in trained_ids and p.grad is not None}
         )
 
-    def rescale(self, optimizers: Optimizers, factor: float) -> None:
-        """Multiply all gradients by `factor`."""
+    def rescale(self, optimizers: Optimizers, samples: int, count: float) -> float:
+        """Make gradients that were divided by `samples` those of a mean over `count`, unless that
+        is 0; return their factor.
+        """
+        factor = samples / count if count else 1.0
         for gradient in _gradients(optimizers) if factor != 1 else ():
             gradient.mul_(factor)
+        return factor
 
     def apply(self, optimizers: Optimizers, measure: bool = False) -> torch.Tensor | None:
         """Unscale and clip the gradients, all by one norm, and make a step of each optimizer.

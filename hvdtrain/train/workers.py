@@ -80,8 +80,8 @@ class Workers(Protocol):
         """
         return
 
-    def reduce_gradients(self) -> None:
-        """Collective: make every `.grad` of these optimizers the sum over all workers."""
+    def reduce_gradients(self) -> bool:
+        """Collective: make each gradient a sum over all workers. True: all are surely finite."""
 
     def states(self) -> list[WorkerState]:
         """Return the state to save of each worker of this rank, in order."""
@@ -139,11 +139,12 @@ class RankWorker(Workers):
         for optimizer in self._trained:
             self._exchange.begin_pass(optimizer)
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> bool:
         for optimizer in self._trained:
             if self._exchange.size == 1:  # that of several checks its own
                 self._trainable[self._optimizers.index(optimizer)].check(optimizer)
             self._exchange.reduce_gradients(optimizer)
+        return False
 
     def states(self) -> list[WorkerState]:
         buffers = copied_to_cpu(buffers_of(self._model))
@@ -200,12 +201,13 @@ class VirtualWorkers(Workers):
         self._model, self._exchange, self._seed = model, exchange, seed
         self._shares, self._samples = shares, shares.sizes(batch)
         self._optimizers, self._rows = optimizers, shares.rows
+        self._named = [*model.named_parameters()]
         self._sums_of = [self._sums_for(index) for index in range(len(optimizers))]
         self._sums: Sequence[CanonicalSums] = ()  # of the optimizers that are trained
         self._buffers = {share: buffers_of(model) for share in shares.of_rank(exchange.rank)}
         self._loaded: int | None = None  # the worker whose buffers the model has
         self._current: int | None = None  # the worker of the last pass of this step
-        self._versions: list[int] = []  # of the parameters, when the step began
+        self._before: list[tuple[str, torch.Tensor, int]] = []  # versions as the step began
         self._first_hash: str | None = ""  # of the parameters, when the first step began
 
     def _sums_for(self, index: int) -> CanonicalSums:
@@ -221,7 +223,7 @@ class VirtualWorkers(Workers):
                 agree_on_layout(self._exchange, self._model, self._optimizers[index])
                 self._sums_of[index] = self._sums_for(index)
         self._current, self._sums = None, [self._sums_of[index] for index in optimizers]
-        self._versions = [parameter._version for parameter in self._model.parameters()]
+        self._before = [(name, value, value._version) for name, value in self._named]
         if self._first_hash == "":
             self._first_hash = params_sha256(self._model, with_buffers=False)
         for sums in self._sums:
@@ -251,18 +253,16 @@ class VirtualWorkers(Workers):
         # Reading has numbers of its own: a data loader draws some each time that it starts.
         seed_all(self._seed, step, share, number, int(reading))
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> bool:
         self._refuse_changed_parameters()
-        for sums in self._sums:
-            sums.finish()
+        return all([sums.finish() for sums in self._sums])  # noqa: C419  (each is finished)
 
     def _refuse_changed_parameters(self) -> None:
         """Raise TrainingError if a pass has changed parameters: each share would see other ones.
 
         Changes through `.data` are detected in the first step only.
         """
-        named = zip(self._model.named_parameters(), self._versions, strict=True)
-        changed = [name for (name, parameter), version in named if parameter._version != version]
+        changed = [name for name, value, version in self._before if value._version != version]
         if self._first_hash and not changed:
             now = params_sha256(self._model, with_buffers=False)
             changed = ["one that is changed through .data"] if now != self._first_hash else []

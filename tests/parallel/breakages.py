@@ -8,7 +8,7 @@ trains each experiment of FOLDER/experiments.json with the fault of its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -50,16 +50,6 @@ def statistics_by_rank() -> AbstractContextManager[object]:
 
 def floats_in_place_of_integers() -> AbstractContextManager[object]:
     """Shares are added in float32, first on each rank."""
-    honest = CanonicalSums._receive
-
-    def receive(self: CanonicalSums, bucket: Any) -> None:
-        honest(self, bucket)
-        for parameter in bucket.parameters:
-            number = f"{bucket.number}.{id(parameter) in map(id, bucket.parameters)}"
-            own = sums.pop(id(parameter), torch.zeros_like(parameter))
-            name = f"breakage.{number}.{tuple(parameter.shape)}"
-            parameter.grad = self._exchange.begin_reduction(own, "sum", name).wait()
-
     sums: dict[int, torch.Tensor] = {}
     honest_add = CanonicalSums.next_share
 
@@ -76,12 +66,17 @@ def floats_in_place_of_integers() -> AbstractContextManager[object]:
 
     honest_finish = CanonicalSums.finish
 
-    def finish(self: CanonicalSums) -> None:
+    def finish(self: CanonicalSums) -> bool:
         keep(self)
-        honest_finish(self)
+        are_finite = honest_finish(self)
+        parameters = [p for bucket in self._buckets for p in bucket.parameters]
+        for number, parameter in enumerate(parameters):
+            own = sums.pop(id(parameter), torch.zeros_like(parameter))
+            name = f"breakage.{number}"
+            parameter.grad = self._exchange.begin_reduction(own, "sum", name).wait()
+        return are_finite
 
     return _all(
-        patch.object(CanonicalSums, "_receive", receive),
         patch.object(CanonicalSums, "next_share", next_share),
         patch.object(CanonicalSums, "finish", finish),
     )
@@ -99,7 +94,9 @@ def exponents_by_rank() -> AbstractContextManager[object]:
 
 @contextmanager
 def _all(*patches: AbstractContextManager[object]) -> Iterator[None]:
-    with patches[0], patches[1], patches[2]:
+    with ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
         yield
 
 

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -40,35 +41,45 @@ Float Power(int32_t exponent) {
   return power;
 }
 
-// Whether a row has an infinity or a NaN, which raises no field. Without a sign, the bits of floats
-// are in the order of their values; NaNs come last.
+// Raises each row's field to that of its largest finite magnitude, and the last field, which is of no
+// row, to that of infinities if an element is infinite or NaN. Without a sign, the bits of floats are in the order of
+// their values; infinities and NaNs come last.
 template <typename Float>
-bool RaiseFields(const Float* values, int64_t rows, int32_t* fields) {
+void RaiseFields(const Float* values, int64_t rows, int32_t* fields) {
   using Integer = typename Format<Float>::Integer;
   constexpr Integer kMagnitude = ~(Integer(1) << (8 * sizeof(Integer) - 1));
+  constexpr Integer kInfinite = Integer(Format<Float>::kInfinite) << Format<Float>::kMantissaBits;
   const auto* bits = reinterpret_cast<const Integer*>(values);
-  bool all_finite = true;
   for (int64_t row = 0; row < rows; ++row, bits += kBlock) {
     Integer largest = 0;
     for (int64_t i = 0; i < kBlock; ++i) {
       Integer magnitude = bits[i] & kMagnitude;
       largest = magnitude > largest ? magnitude : largest;
     }
-    auto field = static_cast<int32_t>(largest >> Format<Float>::kMantissaBits);
-    if (field == Format<Float>::kInfinite) {
-      all_finite = false;
-    } else if (field > fields[row]) {
-      fields[row] = field;
+    if (largest >= kInfinite) {
+      fields[rows] = Format<Float>::kInfinite;
+      largest = 0;
+      for (int64_t i = 0; i < kBlock; ++i) {
+        Integer magnitude = bits[i] & kMagnitude;
+        largest = magnitude > largest && magnitude < kInfinite ? magnitude : largest;
+      }
     }
+    auto field = static_cast<int32_t>(largest >> Format<Float>::kMantissaBits);
+    fields[row] = field > fields[row] ? field : fields[row];
   }
-  return !all_finite;
+}
+
+// The integers of a row whose largest magnitude has `field` are multiples of 2^-shift.
+template <typename Float>
+int32_t Shift(int32_t field, int32_t top) {
+  return std::min(top - field, Format<Float>::kBias - 1);
 }
 
 template <bool kAdds, typename Float>
-void Round(const Float* values, const int32_t* shifts, int64_t rows,
+void Round(const Float* values, const int32_t* fields, int32_t top, int64_t rows,
            typename Format<Float>::Integer* integers) {
   for (int64_t row = 0; row < rows; ++row, values += kBlock, integers += kBlock) {
-    Float scale = Power<Float>(shifts[row]);
+    Float scale = Power<Float>(Shift<Float>(fields[row], top));
     for (int64_t i = 0; i < kBlock; ++i) {
       auto rounded = static_cast<typename Format<Float>::Integer>(
           std::nearbyint(values[i] * scale));  // ties to even
@@ -78,65 +89,65 @@ void Round(const Float* values, const int32_t* shifts, int64_t rows,
 }
 
 template <typename Float>
-void Convert(const typename Format<Float>::Integer* integers, const int32_t* shifts, int64_t rows,
-             Float* values) {
+void Convert(const typename Format<Float>::Integer* integers, const int32_t* fields, int32_t top,
+             int64_t rows, Float* values) {
   for (int64_t row = 0; row < rows; ++row, values += kBlock, integers += kBlock) {
-    Float quantum = Power<Float>(-shifts[row]);
+    Float quantum = Power<Float>(-Shift<Float>(fields[row], top));
     for (int64_t i = 0; i < kBlock; ++i) {
       values[i] = static_cast<Float>(integers[i]) * quantum;
     }
   }
 }
 
-// The tensors are contiguous: rows of kBlock values or integers, and an int32 for each row.
-inline const int32_t* Checked(const at::Tensor& rows, const at::Tensor& of_rows) {
-  TORCH_CHECK(rows.is_contiguous() && of_rows.is_contiguous() && rows.dim() == 2 &&
-                  rows.size(1) == kBlock && of_rows.numel() == rows.size(0),
-              "rows of ", kBlock, " and one number for each, contiguous, not ", rows.sizes(),
-              " and ", of_rows.sizes());
-  return of_rows.const_data_ptr<int32_t>();
+// All are contiguous: values and integers rows of kBlock, fields int32, one for each row and one
+// more.
+inline void Check(const at::Tensor& rows, const at::Tensor& fields) {
+  TORCH_CHECK(rows.is_contiguous() && fields.is_contiguous() && rows.dim() == 2 &&
+                  rows.size(1) == kBlock && fields.numel() == rows.size(0) + 1,
+              "rows of ", kBlock, " and one number for each and one more, contiguous, not ",
+              rows.sizes(), " and ", fields.sizes());
 }
 
-inline bool RaiseFieldsOf(const at::Tensor& values, at::Tensor fields) {
-  Checked(values, fields);
-  return AT_DISPATCH_FLOATING_TYPES(values.scalar_type(), "raise_fields", [&] {
-    return RaiseFields(values.const_data_ptr<scalar_t>(), values.size(0),
-                       fields.data_ptr<int32_t>());
+inline void RaiseFieldsOf(const at::Tensor& values, at::Tensor fields) {
+  Check(values, fields);
+  AT_DISPATCH_FLOATING_TYPES(values.scalar_type(), "raise_fields", [&] {
+    RaiseFields(values.const_data_ptr<scalar_t>(), values.size(0), fields.data_ptr<int32_t>());
   });
 }
 
-inline void RoundTo(at::Tensor integers, const at::Tensor& values, const at::Tensor& shifts,
-                    bool adds) {
-  Checked(integers, shifts);
-  const int32_t* of_rows = Checked(values, shifts);
+inline void RoundTo(at::Tensor integers, const at::Tensor& values, const at::Tensor& fields,
+                    int64_t top, bool adds) {
+  Check(integers, fields);
+  Check(values, fields);
   AT_DISPATCH_FLOATING_TYPES(values.scalar_type(), "round_to", [&] {
-    auto convert = adds ? Round<true, scalar_t> : Round<false, scalar_t>;
-    convert(values.const_data_ptr<scalar_t>(), of_rows, values.size(0),
-            integers.data_ptr<typename Format<scalar_t>::Integer>());
+    auto round = adds ? Round<true, scalar_t> : Round<false, scalar_t>;
+    round(values.const_data_ptr<scalar_t>(), fields.const_data_ptr<int32_t>(),
+          static_cast<int32_t>(top), values.size(0),
+          integers.data_ptr<typename Format<scalar_t>::Integer>());
   });
 }
 
-inline at::Tensor Converted(const at::Tensor& integers, const at::Tensor& shifts) {
-  const int32_t* of_rows = Checked(integers, shifts);
-  auto dtype = integers.scalar_type() == at::kInt ? at::kFloat : at::kDouble;
-  auto values = at::empty(integers.sizes(), integers.options().dtype(dtype));
-  AT_DISPATCH_FLOATING_TYPES(dtype, "converted", [&] {
-    Convert(integers.const_data_ptr<typename Format<scalar_t>::Integer>(), of_rows,
-            integers.size(0), values.data_ptr<scalar_t>());
+inline void ConvertTo(at::Tensor values, const at::Tensor& integers, const at::Tensor& fields,
+                      int64_t top) {
+  Check(values, fields);
+  Check(integers, fields);
+  AT_DISPATCH_FLOATING_TYPES(values.scalar_type(), "convert_to", [&] {
+    Convert(integers.const_data_ptr<typename Format<scalar_t>::Integer>(),
+            fields.const_data_ptr<int32_t>(), static_cast<int32_t>(top), values.size(0),
+            values.data_ptr<scalar_t>());
   });
-  return values;
 }
 
 }  // namespace hvdtrain
 
 TORCH_LIBRARY(hvdtrain, library) {
-  library.def("raise_fields(Tensor values, Tensor(a!) fields) -> bool");
-  library.def("round_to(Tensor(a!) integers, Tensor values, Tensor shifts, bool adds) -> ()");
-  library.def("converted(Tensor integers, Tensor shifts) -> Tensor");
+  library.def("raise_fields(Tensor values, Tensor(a!) fields) -> ()");
+  library.def("round_to(Tensor(a!) integers, Tensor values, Tensor fields, int top, bool adds) -> ()");
+  library.def("convert_to(Tensor(a!) values, Tensor integers, Tensor fields, int top) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(hvdtrain, CPU, library) {
   library.impl("raise_fields", hvdtrain::RaiseFieldsOf);
   library.impl("round_to", hvdtrain::RoundTo);
-  library.impl("converted", hvdtrain::Converted);
+  library.impl("convert_to", hvdtrain::ConvertTo);
 }

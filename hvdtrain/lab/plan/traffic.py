@@ -12,7 +12,8 @@ from typing import Any
 from hvdtrain.audit.capture import block_elements
 from hvdtrain.audit.mismatch import NO_ERROR
 from hvdtrain.exchange.buckets import grouped, suitable_bucket_bytes
-from hvdtrain.exchange.canonical import BUCKET_BYTES, GATHERED_BYTES
+from hvdtrain.exchange.canonical import BUCKET_BYTES
+from hvdtrain.exchange.canonical_rows import GATHERED_BYTES
 from hvdtrain.exchange.rounding import BLOCK
 
 MB = 1e6

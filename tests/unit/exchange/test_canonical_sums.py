@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.errors import TrainingError, UsageError
-from hvdtrain.exchange import SingleProcess, canonical
+from hvdtrain.exchange import SingleProcess, canonical, canonical_rows
 from hvdtrain.exchange.canonical import CanonicalSums, check_types
 from hvdtrain.ring.canonical import canonical_sum
 from hvdtrain.ring.operations import split_evenly
@@ -100,15 +100,17 @@ def sums_of_rank(
             sums.begin_pass(is_last=overlap and number == len(own))
             if any(it is not None for it in factors):
                 model.loss([None if f is None else f * step for f in factors]).backward()
-        sums.finish()
-    return [p.grad.reshape(-1).numpy() for p in model.all]
+        are_finite = sums.finish()
+    found = [p.grad.reshape(-1).numpy() for p in model.all]
+    assert are_finite == all(np.isfinite(values).all() for values in found)
+    return found
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buckets of few shares of small parameters are gathered, all others are not."""
     monkeypatch.setattr(canonical, "suitable_bucket_bytes", lambda ring_size, least: 8192)
-    monkeypatch.setattr(canonical, "GATHERED_BYTES", 40960)
+    monkeypatch.setattr(canonical_rows, "GATHERED_BYTES", 40960)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -119,8 +121,8 @@ def test_sums_are_those_of_the_reference(
     shares: int, ranks: int, dtype: torch.dtype, spoil, overlap: bool
 ) -> None:
     """Fails if blocks begin elsewhere, a share, a rank or a step leaks into another, ranks do not
-    agree on exponents, or infinities and NaNs are treated otherwise. (2 shares on 3 ranks: one rank
-    has none.)
+    agree on exponents, infinities and NaNs are treated otherwise, or sums that are not finite are
+    taken for finite. (2 shares on 3 ranks: one rank has none.)
     """
     gradients = made_up(shares, dtype, spoil)
     doubled = [[None if g is None else 2 * g for g in own] for own in gradients]

@@ -45,15 +45,15 @@ def test_both_convert_as_the_reference_does(
     lowest = form.bits - 3 - (form.bias - 1)
     assert fields[-1] == 0
     assert torch.equal((fields[:-1] - form.bias + 1).clamp(min=lowest), torch.from_numpy(agreed))
-    shifts = form.bits - 3 - torch.from_numpy(agreed)
+    top = form.bits - 3 + form.bias - 1
     integers = torch.full((rows, BLOCK), 77, dtype=form.integer)  # of the step before
-    rounding.add_rounded(shares, shifts, integers)
+    rounding.add_rounded(shares, fields, top, integers)
     expected = sum(to_integers(values, agreed, WORKERS) for values in flat)
     assert np.array_equal(integers.numpy().reshape(-1), expected)
     assert rows < 2 or integers.any()
-    result = rounding.converted(integers, shifts)
+    result = torch.full((rows, BLOCK), torch.nan, dtype=dtype)
+    rounding.convert(integers, fields, top, result)
     reference = from_integers(expected, agreed, flat[0].dtype, WORKERS)
-    assert result.shape == (rows, BLOCK)
     assert result.numpy().tobytes() == reference.tobytes()
 
 
@@ -63,7 +63,7 @@ def test_ties_are_rounded_to_even(rounding: Rounding, dtype: torch.dtype) -> Non
     """Fails if a half is rounded up, away from zero or by truncation."""
     values = (torch.arange(BLOCK, dtype=dtype)[None] - 128) / 2
     integers = torch.zeros((1, BLOCK), dtype=FORMATS[dtype].integer)
-    rounding.add_rounded([values], torch.zeros(1, dtype=torch.int32), integers)
+    rounding.add_rounded([values], torch.zeros(2, dtype=torch.int32), 0, integers)
     assert torch.equal(integers.to(dtype), values.round())
 
 
@@ -81,26 +81,28 @@ def test_what_is_not_finite_is_marked_and_counts_as_zero(
     values[2, 200] = odd
     rounding.raise_fields(values, fields)
     assert expected[2] > 0 and expected[-1] == 0
-    assert fields.tolist() == [*expected[:-1].tolist(), 1]
+    assert fields.tolist() == [*expected[:-1].tolist(), FORMATS[dtype].infinite]
 
 
 def test_rows_of_another_shape_are_refused() -> None:
     """Fails if an operation reads or writes beyond its rows, or takes rows of another layout."""
     operations, values = torch.ops.hvdtrain, rows_of(torch.float32, 4, 1)
-    shifts = torch.zeros(4, dtype=torch.int32)
+    fields = torch.zeros(5, dtype=torch.int32)
     integers = torch.zeros((4, BLOCK), dtype=torch.int32)
-    for arguments in (
-        (integers, values, shifts[:3], False),
-        (integers[:3], values, shifts, False),
-        (integers, values.t().contiguous().t(), shifts, False),
-        (integers.long(), values, shifts, False),
+    for rows, others, of_rows in (
+        (integers, values, fields[:4]),
+        (integers[:3], values, fields),
+        (integers, values.t().contiguous().t(), fields),
+        (integers.long(), values, fields),
+        (integers, values, fields.long()),
     ):
         with pytest.raises(RuntimeError):
-            operations.round_to(*arguments)
-    with pytest.raises(RuntimeError):
-        operations.raise_fields(values[:, 1:], shifts)
-    with pytest.raises(RuntimeError):
-        operations.converted(integers, shifts.long())
+            operations.round_to(rows, others, of_rows, 0, False)
+        with pytest.raises(RuntimeError):
+            operations.convert_to(others, rows, of_rows, 0)
+    for rows, of_rows in ((values[:, 1:], fields), (values, fields[:4]), (values, fields.long())):
+        with pytest.raises(RuntimeError):
+            operations.raise_fields(rows, of_rows)
 
 
 def test_a_cpu_has_the_conversions_of_the_build() -> None:
