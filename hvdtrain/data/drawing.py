@@ -7,8 +7,9 @@ cheaply whether something has drawn, so that it is done only where something doe
 
 import ctypes
 import functools
+import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +19,7 @@ import torch
 OF_SAMPLE, OF_BATCH, OF_EPOCH, OF_ORDER = range(4)  # purposes of random numbers
 
 _KEY_BYTES = 4 * 624  # of the Mersenne Twister; a 32-bit position follows
-NumPyState = Any  # of `np.random.get_state()`
-Marks = tuple[bytes, tuple[int, int, float | None], Any]
+Marks = tuple[bytes, Any, Any]
 
 
 @contextmanager
@@ -58,76 +58,100 @@ def _seeds(seed: int, epoch: int, index: int, purpose: int) -> tuple[int, int, i
 @contextmanager
 def kept() -> Iterator[None]:
     """Let all random generators continue as before once this context is left."""
-    in_torch, in_python = torch.get_rng_state(), random.getstate()
-    in_numpy = _numpy.get()
+    in_torch, in_python, in_numpy = torch.get_rng_state(), _python.get(), _numpy.get()
     if in_numpy[3]:  # whoever takes the number that was kept back draws, and moves nothing
         np.random.set_state((*in_numpy[:3], 0, 0.0))
-    before = _numpy.mark()
+    before = _python.mark(), _numpy.mark()
     try:
         yield
     finally:
         torch.set_rng_state(in_torch)
-        random.setstate(in_python)
-        if in_numpy[3] or _numpy.mark() != before:
+        if _python.mark() != before[0]:
+            random.setstate(in_python)
+        if in_numpy[3] or _numpy.mark() != before[1]:
             np.random.set_state(in_numpy)
 
 
 def marks() -> Marks:
     """Return what changes whenever a generator is used or seeded, within `kept`."""
-    _, words, gauss = random.getstate()
-    # A whole turn of the generator leaves its position, the last word, and changes the first.
-    in_python = (words[0], words[-1], gauss)
-    return torch.get_rng_state().numpy().tobytes(), in_python, _numpy.mark()
+    return torch.get_rng_state().numpy().tobytes(), _python.mark(), _numpy.mark()
 
 
-class _NumPy:
-    """NumPy's global generator, whose memory is read: 50 times as fast as `get_state()`."""
+class _Watched:
+    """A global generator, whose memory is read: 5 to 50 times as fast as its state."""
 
-    def __init__(self) -> None:
-        self._without_gauss: bytes | None = None  # the memory at a state that keeps no number back
+    def __init__(
+        self,
+        get_state: Callable[[], Any],
+        memory: Callable[[], Any],
+        hidden: Callable[[Any], Any] = lambda state: None,
+    ) -> None:
+        """`memory`: returns what changes with the state; None if its layout is not known.
+        `hidden`: returns what of a state its memory does not show.
+        """
+        self._get_state, self._memory, self._hidden = get_state, memory, hidden
+        self._known: tuple[Any, Any] = (None, None)  # memory, and the state that it stands for
 
     def mark(self) -> Any:
-        """Return what changes when a number is drawn, unless one is taken that was kept back."""
+        """Return what changes when a number is drawn (but for one that NumPy has kept back)."""
         memory = self._memory()
-        if memory is not None:
-            return memory
-        name, key, *rest = np.random.get_state()
-        return name, np.asarray(key).tobytes(), *rest
+        return pickle.dumps(self._get_state()) if memory is None else memory
 
-    def get(self) -> NumPyState:
-        """Return the state, as `get_state()` does."""
+    def get(self) -> Any:
+        """Return the state."""
         memory = self._memory()
-        if memory is not None and memory == self._without_gauss:
-            return _as_state(memory)
-        state: NumPyState = np.random.get_state()
-        self._without_gauss = None if state[3] else memory
-        return state
-
-    def _memory(self) -> bytes | None:
-        """Return the memory of the generator; None if its layout is not known."""
-        generator: Any = np.random.mtrand.get_bit_generator()
-        if type(generator) is not np.random.MT19937 or not _layout_is_known():
-            return None
-        return _memory_of(generator)
+        if memory is None or memory != self._known[0]:
+            state = self._get_state()
+            if self._hidden(state):
+                return state
+            self._known = memory, state
+        return self._known[1]
 
 
-def _memory_of(generator: Any) -> bytes:
+def _numpy_memory() -> bytes | None:
+    generator: Any = np.random.mtrand.get_bit_generator()
+    if type(generator) is not np.random.MT19937 or not _numpy_layout_is_known():
+        return None
+    return _memory_of_numpy(generator)
+
+
+def _memory_of_numpy(generator: Any) -> bytes:
     return ctypes.string_at(generator.ctypes.state_address, _KEY_BYTES + 4)
 
 
-def _as_state(memory: bytes) -> NumPyState:
-    key = np.frombuffer(memory, np.uint32, _KEY_BYTES // 4)
-    return "MT19937", key, int.from_bytes(memory[_KEY_BYTES:], "little"), 0, 0.0
-
-
 @functools.cache
-def _layout_is_known() -> bool:
+def _numpy_layout_is_known() -> bool:
     """Return whether the memory of a generator is what NumPy's own state says."""
     generator = np.random.MT19937(1)
     generator.random_raw(5)
     stated: Any = generator.state["state"]
-    _, key, position, *_ = _as_state(_memory_of(generator))
-    return position == stated["pos"] and np.array_equal(key, stated["key"])
+    expected = np.append(stated["key"], stated["pos"]).astype(np.uint32)
+    return _memory_of_numpy(generator) == expected.tobytes()
 
 
-_numpy = _NumPy()
+def _python_memory() -> tuple[bytes, float | None] | None:
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    if not _python_layout_is_known():
+        return None
+    return _memory_of_python(generator), generator.gauss_next
+
+
+def _memory_of_python(generator: random.Random) -> bytes:
+    return ctypes.string_at(id(generator) + object.__basicsize__, 4 + _KEY_BYTES)
+
+
+@functools.cache
+def _python_layout_is_known() -> bool:
+    """Return whether the memory of a generator is what its own state says (CPython's position comes
+    before its key: Modules/_randommodule.c).
+    """
+    generator = random.Random(1)
+    if type(generator).__basicsize__ < object.__basicsize__ + 4 + _KEY_BYTES:
+        return False
+    generator.random()
+    *key, position = generator.getstate()[1]
+    return _memory_of_python(generator) == np.array([position, *key], np.uint32).tobytes()
+
+
+_numpy = _Watched(lambda: np.random.get_state(), _numpy_memory, lambda state: state[3])
+_python = _Watched(random.getstate, _python_memory)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdtrain.data.feeding import to_device
@@ -40,8 +41,7 @@ class StepSums:
 
     def __init__(self, device: torch.device, metrics: Sequence[str] = (), rows: int = 1) -> None:
         """`rows`: sums that are kept apart, and added in their order once all ranks have added."""
-        # Loss; losses that are not finite; metrics. Of a CPU they stand in the rows of the host's
-        # sums: operations on tensors of one value cost more than Python's.
+        # Loss; losses that are not finite; metrics. On a CPU Python's own sums of them are quicker.
         width, self._computed = METRICS_FROM - LOSS + len(metrics), torch.empty((rows, 0))
         if device.type != "cpu":
             self._computed = torch.zeros((rows, width), dtype=torch.float64, device=device)
@@ -117,7 +117,7 @@ class StepSums:
         self._host_sums = [_joined(one, other) for one, other in rows]
 
     def _rows(self) -> torch.Tensor:
-        host_sums, computed = torch.tensor(self._host_sums, dtype=torch.float64), self._computed
+        host_sums, computed = torch.from_numpy(np.array(self._host_sums)), self._computed
         on_device = [to_device(host_sums, computed.device), computed]
         return torch.cat(on_device, dim=1) if computed.numel() else host_sums
 
@@ -148,7 +148,7 @@ class StepSums:
 
 def _sum_of_rows(rows: torch.Tensor) -> list[float]:
     """Return the sum of rows that are apart, in their order."""
-    return list((rows[0] if len(rows) == 1 else rows.sum(0)).tolist())
+    return list((rows.view(-1) if rows.shape[0] == 1 else rows.sum(0)).tolist())
 
 
 def _joined(one: Sequence[float], other: Sequence[float]) -> list[float]:

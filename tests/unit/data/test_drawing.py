@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -196,18 +197,26 @@ def test_a_replaced_generator_of_numpy() -> None:
         np.random.set_bit_generator(before)
 
 
-def test_memory_of_numpy_is_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the quick way to read NumPy's generator is not used here, or reads something else
-    than the state; or if the slow way, without it, misses a draw.
+@pytest.mark.parametrize("name", ["numpy", "python"])
+def test_memory_of_a_generator_is_its_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the quick way to read a generator is not used here, or reads something else than the
+    state; or if the slow way, without it, misses a draw.
     """
-    assert drawing._layout_is_known()
+    watched, draw, get_state = {
+        "numpy": (drawing._numpy, np.random.random, np.random.get_state),
+        "python": (drawing._python, random.random, random.getstate),
+    }[name]
+    assert getattr(drawing, f"_{name}_layout_is_known")()
     np.random.seed(4)
-    quick = [drawing._numpy.get() for _ in range(2)]  # the second from memory alone
-    for state in quick:
-        assert state[2:] == np.random.get_state()[2:]
-        assert np.array_equal(state[1], np.random.get_state()[1])
-    monkeypatch.setattr(drawing, "_layout_is_known", lambda: False)
-    mark = drawing._numpy.mark()
-    assert drawing._numpy.mark() == mark
-    np.random.random()
-    assert drawing._numpy.mark() != mark
+    random.seed(4)
+    for _ in range(700):  # more than a turn of the generator
+        quick = [watched.get() for _ in range(2)]  # the second from memory alone
+        assert all(pickle.dumps(state) == pickle.dumps(get_state()) for state in quick)
+        mark = watched.mark()
+        draw()
+        assert watched.mark() != mark
+    monkeypatch.setattr(drawing, f"_{name}_layout_is_known", lambda: False)
+    mark = watched.mark()
+    assert watched.mark() == mark
+    draw()
+    assert watched.mark() != mark
