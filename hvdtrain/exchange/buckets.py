@@ -18,7 +18,7 @@ from hvdtrain.exchange.gradients import (
     added_dtype,
     as_real,
     parameters_of,
-    part_of,
+    parts_of,
     real_length,
     trainable_of,
 )
@@ -145,8 +145,7 @@ class Bucket:
         message = self.flat.grad
         assert message is not None
         if not self._views or self._views[0].data_ptr() != message.data_ptr():
-            placed = zip(self._starts, self._parameters, strict=True)
-            self._views = [part_of(message, start, parameter) for start, parameter in placed]
+            self._views = parts_of(message, self._starts, self._parameters)
         return self._views
 
 

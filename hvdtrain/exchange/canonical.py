@@ -30,10 +30,7 @@ from hvdtrain.exchange import Exchange, Pending
 from hvdtrain.exchange.buckets import messages_of, suitable_bucket_bytes
 from hvdtrain.exchange.canonical_rows import CanonicalRows
 from hvdtrain.exchange.distributed_optimizer import Trainable
-from hvdtrain.exchange.gradients import (
-    added_dtype,
-    make_gradients_dense,
-)
+from hvdtrain.exchange.gradients import added_dtype, make_gradients_dense
 from hvdtrain.exchange.rounding import FORMATS, finite
 
 BUCKET_BYTES = 1 << 18  # of parameters that travel together, at least

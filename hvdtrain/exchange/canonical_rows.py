@@ -14,7 +14,7 @@ from hvdtrain.exchange.gradients import (
     as_complex,
     as_real,
     laid_out_as,
-    part_of,
+    parts_of,
     real_length,
 )
 from hvdtrain.exchange.rounding import BLOCK, FORMATS, rounding_on
@@ -125,14 +125,15 @@ class CanonicalRows:
         a parameter's last row is zero.
         """
         if number not in self._copies:
-            rows = torch.zeros_like(self.integers, dtype=self.dtype)
-            rows = self.places[number] if self.is_gathered else rows
+            if self.is_gathered:
+                rows = self.places[number]
+            else:
+                rows = torch.zeros_like(self.integers, dtype=self.dtype)
             self._copies[number] = rows, self._parts(rows)
         return self._copies[number]
 
     def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        placed = zip(self._starts, self.parameters, strict=True)
-        return [part_of(rows.view(-1), start, parameter) for start, parameter in placed]
+        return parts_of(rows.view(-1), self._starts, self.parameters)
 
     def receive(self) -> None:
         """Collective: wait for the sums, and make them the parameters' gradients."""

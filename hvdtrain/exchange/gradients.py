@@ -4,6 +4,7 @@ A sum of bfloat16 values would be rounded at each addition, to 8 bits, and Horov
 are added as float32, and the sum is rounded once. Complex numbers are added as pairs of reals.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -114,11 +115,16 @@ def real_length(parameter: torch.Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def part_of(flat: torch.Tensor, start: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the view of a flat tensor that begins at `start`, in the shape of `as_real` of a
-    parameter.
+def parts_of(
+    flat: torch.Tensor, starts: Sequence[int], parameters: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the view of a flat tensor for each parameter, which begins at its start, in the shape
+    of `as_real` of the parameter.
     """
-    return flat[start : start + real_length(parameter)].view(as_real(parameter.detach()).shape)
+    return [
+        flat[start : start + real_length(parameter)].view(as_real(parameter.detach()).shape)
+        for start, parameter in zip(starts, parameters, strict=True)
+    ]
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

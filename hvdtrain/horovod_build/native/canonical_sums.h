@@ -41,9 +41,9 @@ Float Power(int32_t exponent) {
   return power;
 }
 
-// Raises each row's field to that of its largest finite magnitude, and the last field, which is of no
-// row, to that of infinities if an element is infinite or NaN. Without a sign, the bits of floats are in the order of
-// their values; infinities and NaNs come last.
+// Raises each row's field to that of its largest finite magnitude, and the last field, which is of
+// no row, to that of infinities if an element is infinite or NaN. Without a sign, the bits of floats
+// are in the order of their values; infinities and NaNs come last.
 template <typename Float>
 void RaiseFields(const Float* values, int64_t rows, int32_t* fields) {
   using Integer = typename Format<Float>::Integer;
