@@ -8,13 +8,13 @@ from hvdtrain.config.fields import at_least
 
 MODELS = ("lenet", "mlp", "resnet18-small", "gpt")
 KINDS = ("memory", "images")
-SYSTEMS = ("train", "loop", "ddp", "accelerate", "fabric", "trainer", "horovod")
+SYSTEMS = ("train", "loop", "ddp", "accelerate", "fabric", "trainer", "horovod", "published")
 LEAST_STEPS = 6  # one after the warm-up
 CHOICES = {"models": MODELS, "data": KINDS, "systems": SYSTEMS}
 
 
-def _names(name: str, what: str) -> Flag:
-    text = ",".join(CHOICES[name])
+def _names(name: str, what: str, left_out: str = "") -> Flag:
+    text = ",".join(choice for choice in CHOICES[name] if choice != left_out)
     return Flag(f"--{name}", f"{what} ({text})", str, text, "A,B")
 
 
@@ -26,7 +26,7 @@ FLAGS = (
         metavar="B,B",
     ),
     _names("data", "train on data in memory, on a folder of image files, or on both"),
-    _names("systems", "measure these systems"),
+    _names("systems", "measure these systems, or published too, Horovod's own code", "published"),
     Flag(
         "--readers", "read images with R processes per worker (1)", int, 1, "R", check=at_least(0)
     ),

@@ -100,8 +100,8 @@ class Exchange(Protocol):
         """Prepare for a backward pass; a loop calls this before each of them, or never."""
         return
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: wait until every `.grad` is reduced over ranks.
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Collective: wait until every `.grad` is reduced over ranks. True: all are surely finite.
 
         The next `optimizer.step()` uses the gradients without reducing them again. Missing ones of
         trainable parameters are zero: otherwise weight decay would change unused parameters on
@@ -110,6 +110,7 @@ class Exchange(Protocol):
         for parameter in parameters_of(optimizer):
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        return False
 
     def broadcast_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Collective: replace parameters, buffers and optimizer state by those of rank 0."""

@@ -6,6 +6,7 @@ gradients (the reducer), and the user's own optimizer makes the steps: it stays 
 with its state, hooks and schedulers.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange.buckets import Bucket
-from hvdtrain.exchange.gradients import laid_out_as, parameters_of
+from hvdtrain.exchange.gradients import ADDED_AS, laid_out_as, parameters_of
 
 Optimizer = torch.optim.Optimizer
 NEVER = 1 << 62  # passes before Horovod's hook begins to reduce a gradient
@@ -25,7 +26,7 @@ def reduce_before_step(
     optimizer: Optimizer,
     reducer: Any,
     buckets: Sequence[Bucket],
-    reduce: Callable[[Optimizer], None],
+    reduce: Callable[[Optimizer], object],
     copies: int = 0,
 ) -> None:
     """Make `optimizer.step()` call `reduce` first, unless that was done since the backward pass.
@@ -58,7 +59,7 @@ def reduce_before_step(
 
 def _before_step(
     reducer: Any,
-    reduce: Callable[[Optimizer], None],
+    reduce: Callable[[Optimizer], object],
     optimizer: Optimizer,
     args: tuple[Any, ...],
     options: dict[str, Any],
@@ -106,6 +107,15 @@ def is_reduced(reducer: Any) -> bool:
     )
 
 
+def looks_finite(message: torch.Tensor, compressed_from: torch.dtype | None) -> bool:
+    """Return whether the elements of a reduced gradient have a finite sum: an infinite one or NaN
+    has none. On a device, or while it is compressed, it is not looked at: False.
+    """
+    if compressed_from or message.device.type != "cpu" or message.grad is None:
+        return False
+    return math.isfinite(message.grad.sum().item())
+
+
 class GradientsInFlight:
     """The gradients that Horovod is reducing, which no other code may change meanwhile.
 
@@ -128,6 +138,7 @@ class GradientsInFlight:
             for message in reducer._requires_update
             for parameter in self._members(message)
         ]
+        self.are_as_added = all(parameter.dtype not in ADDED_AS for parameter in self.parameters)
         self._begun: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._submit = reducer._allreduce_grad_async
         reducer._allreduce_grad_async = self._submit_and_note

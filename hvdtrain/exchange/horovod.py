@@ -20,7 +20,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousServer
-from horovod.torch.mpi_ops import is_homogeneous
+from horovod.torch.mpi_ops import is_homogeneous, mpi_lib
 
 from hvdtrain.errors import PeerFailure, PreflightError, UsageError
 from hvdtrain.exchange import AVERAGE, Pending, Reduction
@@ -35,18 +35,12 @@ from hvdtrain.exchange.connect import BY_HOST, HostSums, own_address, prepare_en
 from hvdtrain.exchange.distributed_optimizer import (
     Trainable,
     is_reduced,
+    looks_finite,
     reduce_before_step,
     reducer_of,
 )
 from hvdtrain.exchange.gradients import is_dense, make_gradients_dense
-from hvdtrain.exchange.objects import (
-    content_in,
-    head_of,
-    is_small,
-    length_in,
-    pickled,
-    unpickled,
-)
+from hvdtrain.exchange.objects import content_in, head_of, is_small, length_in, pickled, unpickled
 from hvdtrain.exchange.waiting import (
     StallWatch,
     coarse_timer,
@@ -65,6 +59,9 @@ ABANDON_TIMEOUT_S = 2.0
 Tensors = list[torch.Tensor]
 REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+# Of our builds. In others no sum is known to be finite, and hvd.synchronize() spins while it waits.
+is_finite = getattr(mpi_lib, "horovod_torch_is_finite", lambda handle: False)
+wait = getattr(mpi_lib, "horovod_torch_wait", lambda handle: rest_until(partial(hvd.poll, handle)))
 
 
 class HorovodExchange:
@@ -184,25 +181,27 @@ class HorovodExchange:
         reducer_of(optimizer).flight.begin_pass()
 
     @waits
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collective: wait until Horovod has reduced every gradient.
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Collective: wait until Horovod has reduced every gradient. True: all are surely finite.
 
         Raises TrainingError if code has changed a gradient meanwhile, or has added, removed or
         converted trainable parameters since `distribute`.
         """
         reducer = reducer_of(optimizer)
         if is_reduced(reducer):
-            return
+            return False
         reducer.watched.check(optimizer)
         # Parameters without a gradient on this rank may have one on others: begin all, then wait.
         for parameter in reducer._requires_update:
             if reducer._handles.get(parameter, (None, None))[0] is None:
                 reducer._handles[parameter] = reducer._allreduce_grad_async(parameter)
-        # Poll first: hvd.synchronize() spins (horovod/torch/mpi_ops_v2.cc, WaitAndClear). A handle
-        # that is not an integer is not begun.
-        handles = [handle for handle, _ in reducer._handles.values()]
-        rest_until(lambda: all(hvd.poll(handle) for handle in handles if isinstance(handle, int)))
+        # A sum is looked at while later ones are on their way.
+        are_finite: bool = reducer.flight.are_as_added
+        for message, (handle, context) in reducer._handles.items():
+            wait(handle)
+            are_finite &= is_finite(handle) or (are_finite and looks_finite(message, context))
         optimizer.synchronize()  # type: ignore[attr-defined]
+        return are_finite
 
     def begin_reduction(self, values: torch.Tensor, op: str, name: str) -> Pending:
         return _Pending(self, hvd.allreduce_async_(values, name=name, op=REDUCTIONS[op]))
@@ -328,7 +327,7 @@ class _Pending:
 
 def _result(handle: int) -> torch.Tensor:
     """Collective: wait for one operation; return its result."""
-    rest_until(lambda: bool(hvd.poll(handle)))
+    wait(handle)
     return hvd.synchronize(handle)  # type: ignore[no-any-return]
 
 

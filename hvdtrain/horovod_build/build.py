@@ -68,7 +68,8 @@ def build_wheel(choice: Choice, say: Callable[[str], None], work: Path, log: Pat
     )
     if not (work / "edited").exists():
         _unpack(next((work / "sdist").glob("horovod-*.tar.gz")), work)
-        apply_edits(source, edits_for(has_mpi=choice.mpi is not None))
+        has_mpi, as_published = choice.mpi is not None, choice.as_published
+        apply_edits(source, edits_for(has_mpi=has_mpi, as_published=as_published))
         (work / "edited").touch()
     steps.run(
         "build Horovod",

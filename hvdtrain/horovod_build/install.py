@@ -74,6 +74,16 @@ def install(choice: Choice, wheel: Path, say: Say) -> None:
     check(choice, say)
 
 
+def unpacked(wheel: Path) -> Path:
+    """Return a folder beside a wheel of the cache with what is in it, for Python's path."""
+    folder = wheel.parent / "unpacked"
+    if not folder.exists():
+        begun = wheel.parent / f"unpacked.{os.getpid()}"
+        shutil.unpack_archive(wheel, begun, "zip")
+        begun.rename(folder)
+    return folder
+
+
 def write_wheel(wheel: Path, folder: Path) -> Path:
     """Copy the wheel into `folder`, for other hosts and images. Raises PreflightError."""
     try:

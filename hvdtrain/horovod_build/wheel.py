@@ -34,12 +34,14 @@ class Choice:
     torch: Torch
     mpi: Mpi | None
     cuda: Cuda | None
+    as_published: bool = False  # but for the edits without which it cannot be built
 
     @property
     def text(self) -> str:
         device = f"GPUs (CUDA {self.cuda.version}, NCCL {self.cuda.nccl})" if self.cuda else "CPUs"
         mpi = f"Open MPI {self.mpi.version}" if self.mpi else "no MPI"
-        return f"Horovod {HOROVOD_VERSION} for torch {self.torch.version}, {device}, Gloo, {mpi}"
+        version = f"{HOROVOD_VERSION} as published" if self.as_published else HOROVOD_VERSION
+        return f"Horovod {version} for torch {self.torch.version}, {device}, Gloo, {mpi}"
 
     @property
     def controllers(self) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ def wheel_inputs(choice: Choice) -> WheelInputs:
     torch, mpi, cuda = choice.torch, choice.mpi, choice.cuda
     return WheelInputs(
         horovod_sha256=HOROVOD_SHA256,
-        edits_sha256=edits_sha256(has_mpi=mpi is not None),
+        edits_sha256=edits_sha256(has_mpi=mpi is not None, as_published=choice.as_published),
         torch=torch.version,
         torch_old_abi=torch.old_abi,
         cxx_standard=torch.cxx_standard,

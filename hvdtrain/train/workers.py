@@ -140,11 +140,10 @@ class RankWorker(Workers):
             self._exchange.begin_pass(optimizer)
 
     def reduce_gradients(self) -> bool:
-        for optimizer in self._trained:
-            if self._exchange.size == 1:  # that of several checks its own
-                self._trainable[self._optimizers.index(optimizer)].check(optimizer)
-            self._exchange.reduce_gradients(optimizer)
-        return False
+        for optimizer in self._trained if self._exchange.size == 1 else ():  # others check theirs
+            self._trainable[self._optimizers.index(optimizer)].check(optimizer)
+        are_finite = [self._exchange.reduce_gradients(optimizer) for optimizer in self._trained]
+        return all(are_finite)
 
     def states(self) -> list[WorkerState]:
         buffers = copied_to_cpu(buffers_of(self._model))

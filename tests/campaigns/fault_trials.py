@@ -79,13 +79,14 @@ class FaultyExchange:
         """Start copying the local gradients; call before a backward pass."""
         self._local.begin([Piece(i, 0, p.numel()) for i, p in enumerate(self._named.values())])
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         self._inner.reduce_gradients(optimizer)
         self._local.end()
         honest = {name: p.grad.clone() for name, p in self._named.items()}
         if self.fault is not None:
             self._inject(self.fault)
         self._previous = honest
+        return False
 
     def _inject(self, fault: str) -> None:
         name = self._dice.choice(sorted(self._named))

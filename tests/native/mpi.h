@@ -7,7 +7,7 @@
 
 #include "ranks.h"
 
-enum MPI_Datatype { MPI_DATATYPE_NULL, MPI_BYTE, MPI_INT, MPI_FLOAT, MPI_LONG_LONG_INT };
+enum MPI_Datatype { MPI_DATATYPE_NULL, MPI_BYTE, MPI_INT, MPI_FLOAT, MPI_DOUBLE, MPI_LONG_LONG_INT };
 enum MPI_Op { MPI_OP_NULL, MPI_SUM, MPI_MIN, MPI_BOR };
 static constexpr int MPI_SUCCESS = 0, MPI_ANY_SOURCE = -1;
 static constexpr void* MPI_STATUS_IGNORE = nullptr;

@@ -120,11 +120,19 @@ static void SumOnce(MPI_Comm comm, std::mt19937& draws, bool only_long) {
   }
   auto values = std::make_shared<std::vector<float>>(Values(round, comm->rank, count));
   comm->kept.push_back(values); // others may read what a rank that has ended sends
-  SleepingMpi(comm, WaitFor::kMessages).Allreduce(values->data(), count, MPI_FLOAT, MPI_SUM);
+  int64_t infinite = count > 0 && draws() % 3 == 0 ? draws() % count : -1; // a rank's element
+  if (infinite >= 0 && static_cast<int>(draws() % comm->size) == comm->rank) {
+    (*values)[infinite] = std::numeric_limits<float>::infinity();
+  }
+  SleepingMpi sums(comm, WaitFor::kMessages);
+  sums.Allreduce(values->data(), count, MPI_FLOAT, MPI_SUM);
   bool are_few = count < comm->size || count * 4 <= FEW_BYTES * comm->size;
+  bool is_known = are_few || (comm->size > 1 && getenv("HOROVOD_MPI_SHARED_MEMORY")[0] == '1');
+  Require(sums.IsFinite() == (is_known && infinite < 0), "whether sums are finite");
   for (int64_t item = 0; item < count; ++item) {
     float right = are_few ? SumOfDoubling(round, comm->size, item)
                           : SumOfRing(round, comm->size, item, count);
+    right = item == infinite ? std::numeric_limits<float>::infinity() : right;
     Require((*values)[item] == right, "element " + std::to_string(item) + " of " +
                                           std::to_string(count) + " on rank " +
                                           std::to_string(comm->rank));

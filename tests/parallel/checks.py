@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,9 +42,10 @@ from hvdtrain.errors import (
     UsageError,
 )
 from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, join
+from hvdtrain.exchange import horovod as over_horovod
 from hvdtrain.exchange.agreement import check_equal_on_all_ranks, run_on_all
 from hvdtrain.exchange.connect import ENVIRONMENT_DEFAULTS
-from hvdtrain.exchange.horovod import HorovodExchange
+from hvdtrain.exchange.horovod import HorovodExchange, _Pending
 from hvdtrain.exchange.objects import HEAD_BYTES, is_small, pickled
 from hvdtrain.models import build_model
 from hvdtrain.pulse import RING_TOKEN, Pulse
@@ -383,6 +387,65 @@ def _refuses_early_changes(exchange: Exchange, model: torch.nn.Linear) -> None:
         exchange.reduce_gradients(optimizer)  # what Horovod was given must be finished
         optimizer.zero_grad()  # dropped
     expect(UsageError, "step(closure)", lambda: optimizer.step(lambda: 0.0))
+
+
+def sums_are_known_to_be_finite(exchange: Exchange) -> None:
+    """One is not, in the first, a middle or the last element, on one rank or only once it is added:
+    then they are not known to be. Those of bfloat16 are rounded once they are added. Over MPI it is
+    known without looking at them again.
+    """
+    looks = over_horovod.looks_finite
+    if exchange.controller == "mpi":
+        over_horovod.looks_finite = lambda message, compressed_from: False
+    last = exchange.size - 1
+    for dtype, size in product(
+        (torch.float32, torch.float64, torch.bfloat16), (3, 40_001, 300_001)
+    ):
+        model = torch.nn.Linear(size, 1).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = exchange.distribute(optimizer, model, reduction=SUM)
+        is_known, largest = dtype != torch.bfloat16, torch.finfo(dtype).max
+        for place, value, ranks in (
+            (0, 1.0, {}),
+            (0, torch.inf, {0}),
+            (size // 2, torch.nan, {last}),
+            (size - 1, -torch.inf, {last // 2}),
+            (size // 3, largest, {0, last}),
+            (size - 2, -largest, {0}),
+        ):
+            gradient = torch.ones(1, size, dtype=dtype)
+            if exchange.rank in ranks:
+                gradient[0, place] = value
+            optimizer.zero_grad()
+            model(gradient).sum().backward()
+            known = exchange.reduce_gradients(optimizer)
+            assert known == (is_known and bool(model.weight.grad.isfinite().all())), (size, value)
+    over_horovod.looks_finite = looks
+
+
+def a_rank_that_waits_sleeps(exchange: Exchange) -> None:
+    """For the last rank, without looking again and again; a signal is handled meanwhile."""
+    handled_s: list[float] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: handled_s.append(time.monotonic()))
+    for number in range(2):
+        handle = hvd.allreduce_async(torch.ones(3), name=f"test.together.{number}")
+        hvd.synchronize(handle)
+        if exchange.rank == exchange.size - 1:
+            time.sleep(1)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        began_s, began = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
+        handle = hvd.allreduce_async(torch.ones(3), name=f"test.late.{number}")
+        if number:
+            hvd.synchronize(handle)
+        else:
+            _Pending(exchange, handle).wait()
+        used = resource.getrusage(resource.RUSAGE_THREAD)
+        if exchange.rank < exchange.size - 1:
+            assert used.ru_nvcsw - began.ru_nvcsw < 100, used.ru_nvcsw - began.ru_nvcsw
+            assert used.ru_utime + used.ru_stime - began.ru_utime - began.ru_stime < 0.3
+            assert handled_s[-1] - began_s < 0.7, handled_s[-1] - began_s
+        time.sleep(0.15)
+    signal.signal(signal.SIGALRM, before)
 
 
 def ranks_may_use_different_parameters(exchange: Exchange) -> None:
@@ -740,6 +803,8 @@ CHECKS = (
     optimizers_go_on_from_the_state_of_rank_0,
     clipping_is_that_of_one_process,
     gradients_on_their_way_must_not_be_touched,
+    sums_are_known_to_be_finite,
+    a_rank_that_waits_sleeps,
     ranks_may_use_different_parameters,
     a_broadcast_that_fails_is_noticed,
     the_exchange_is_repeatable,

@@ -147,12 +147,13 @@ def _damaging(damage, shape, classes) -> torch.nn.Module:
     honest = HorovodExchange.reduce_gradients
     calls = 0
 
-    def faulty(self, optimizer) -> None:
+    def faulty(self, optimizer) -> bool:
         nonlocal calls
         honest(self, optimizer)
         calls += 1
         if calls >= FAULTY_CALL:
             damage(optimizer.param_groups[0]["params"][0].grad, self.rank)
+        return False
 
     HorovodExchange.reduce_gradients = faulty
     return FailingLeNet(shape[0], classes, lambda: None)

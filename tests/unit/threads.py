@@ -100,13 +100,14 @@ class ThreadExchange:
 
     def begin_pass(self, optimizer: torch.optim.Optimizer) -> None: ...
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
         ]
         own = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
         for parameter, *given in zip(parameters, *self._gather(own, "gradients"), strict=True):
             parameter.grad = torch.stack(given).sum(0)
+        return False
 
     def broadcast_state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
 

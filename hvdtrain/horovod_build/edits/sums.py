@@ -1,18 +1,14 @@
-"""Edits of how sums are formed: by whom, in which order, how ranks wait, and how a sum fails."""
+"""Edits of how sums are formed: by whom, in which order, how one fails, and is found finite."""
 
 from hvdtrain.horovod_build.edits.edit import Edit
 
-_IDLE = (
-    "Horovod's thread wakes up every millisecond where nothing is to be reduced, on a core that "
-    "others compute on"
-)
-_SPINNING = "Open MPI spins until the slowest rank arrives, on a core that others compute on"
 _BY_HOST = (
     "with several workers a host, a ring of all ranks sends up to twice the bytes over its link"
 )
-_ASKED = "a transfer may take the core from a thread that waits for it, not from one that computes"
-_PAUSE = "a cycle begins up to 1 ms after the last operation, also where its result is waited for"
-_SUBMITTED = "  Pause::Get().Submitted();\n  entry_added_.notify_one();\n  return Status::OK();\n"
+_READ_AGAIN = (
+    "to find gradients that are not finite takes a further pass over memory, while a sum in shared "
+    "memory has its elements in the cache"
+)
 _STALLED = (
     "where a wait for a rank has stalled, the operation returns the error, and Horovod's thread "
     "ends without MPI's collectives, in which it would wait for that rank for ever"
@@ -44,18 +40,6 @@ _LOOP_FAILS = """\
     LOG(ERROR, horovod_global.global_controller->GetRank())
         << "Horovod background loop uncaught exception: " << ex.what();
 """
-
-
-def _sleeping_controller(operation: str) -> Edit:
-    """Return the edit of one of the controller's all-reduces, of the bits that ranks agree on."""
-    return Edit(
-        "horovod/common/mpi/mpi_controller.cc",
-        "MPI_Allreduce(MPI_IN_PLACE, bitvector.data(), count,\n" + 31 * " " + "MPI_LONG_LONG_INT, "
-        f"{operation}, mpi_ctx_.mpi_comm);",
-        "SleepingMpi(mpi_ctx_.mpi_comm, WaitFor::kRanks)\n"
-        f"      .Allreduce(bitvector.data(), count, MPI_LONG_LONG_INT, {operation});",
-        _SPINNING,
-    )
 
 
 FAULTS_AND_ORDER = (
@@ -103,95 +87,6 @@ FAULTS_AND_ORDER = (
         'MPI_ORDER = "the ring over MPI"  # of sums, as hvdtrain.ring.orders names it\n'
         "GLOO_BY_HOST = True  # where HOROVOD_GLOO_HIERARCHICAL_ALLREDUCE is 1\n",
         "other builds of Horovod add in another order",
-    ),
-)
-
-WAITING = (
-    Edit(
-        "horovod/common/tensor_queue.h",
-        "#include <iostream>\n#include <mutex>\n",
-        "#include <chrono>\n#include <condition_variable>\n#include <iostream>\n#include <mutex>\n"
-        '#include "waiting.h"\n',
-        _IDLE,
-    ),
-    Edit(
-        "horovod/common/tensor_queue.h",
-        "  void RemoveJoinTensor();\n\nprotected:\n",
-        """\
-  void RemoveJoinTensor();
-
-  // Return once an operation is pending on this rank, or after the limit.
-  void WaitForEntry(std::chrono::milliseconds limit) {
-    std::unique_lock<std::mutex> guard(mutex_);
-    entry_added_.wait_for(guard, limit, [this] { return !tensor_table_.empty(); });
-  }
-
-protected:
-  std::condition_variable entry_added_;
-
-""",
-        _IDLE,
-    ),
-    Edit(
-        "horovod/common/tensor_queue.cc",
-        "  message_queue_.push(std::move(message));\n  return Status::OK();\n",
-        "  message_queue_.push(std::move(message));\n" + _SUBMITTED,
-        _IDLE,
-    ),
-    Edit(
-        "horovod/common/tensor_queue.cc",
-        "    message_queue_.push(std::move(messages[i]));\n  }\n  return Status::OK();\n",
-        "    message_queue_.push(std::move(messages[i]));\n  }\n" + _SUBMITTED,
-        _IDLE,
-    ),
-    # Without an operation of this rank none can begin on any other, but for those of process sets
-    # without it. The limit is how late a shutdown can be noticed, here or on another rank.
-    Edit(
-        "horovod/common/operations.cc",
-        "  // This delay determines thread frequency and communication message latency\n",
-        """\
-  if (!state.dynamic_process_sets && state.process_set_table.Ids().size() == 1) {
-    state.process_set_table.Get(0).tensor_queue.WaitForEntry(std::chrono::milliseconds(50));
-  }
-  // This delay determines thread frequency and communication message latency
-""",
-        _IDLE,
-    ),
-    Edit(
-        "horovod/common/mpi/mpi_controller.cc",
-        '#include "mpi_controller.h"\n',
-        '#include "mpi_controller.h"\n#include "../sleeping_mpi.h"\n',
-        _SPINNING,
-    ),
-    _sleeping_controller("MPI_BAND"),
-    _sleeping_controller("MPI_BOR"),
-    Edit(
-        "horovod/common/ops/mpi_operations.cc",
-        '#include "mpi_operations.h"\n',
-        '#include "mpi_operations.h"\n#include "../sleeping_mpi.h"\n',
-        _SPINNING,
-    ),
-    Edit(
-        "horovod/common/ops/mpi_operations.cc",
-        """\
-  const void* sendbuf = entries.size() > 1 || fused_input_data == buffer_data
-                        ? MPI_IN_PLACE : fused_input_data;
-  int op =
-      MPI_Allreduce(sendbuf, buffer_data, (int)num_elements,
-                    mpi_context.GetMPIDataType(first_entry.tensor),
-                    mpiOp,
-                    mpi_context.GetMPICommunicator(Communicator::GLOBAL));
-""",
-        """\
-  if (fused_input_data != buffer_data) {
-    std::memcpy(buffer_data, fused_input_data, buffer_len);
-  }
-  int op = SleepingMpi(mpi_context.GetMPICommunicator(Communicator::GLOBAL),
-                       WaitFor::kMessages)
-               .Allreduce(buffer_data, num_elements,
-                          mpi_context.GetMPIDataType(first_entry.tensor), mpiOp);
-""",
-        f"{_SPINNING}; and the order of sums is then known",
     ),
 )
 
@@ -252,6 +147,45 @@ CANONICAL = (
     ),
 )
 
+FINITE = (
+    Edit(
+        "horovod/common/common.h",
+        "  const std::string& reason() const;\n  Event event;\n",
+        "  const std::string& reason() const;\n  Event event;\n"
+        "  bool is_finite = false; // all elements of a sum are known to be so\n",
+        _READ_AGAIN,
+    ),
+    Edit(
+        "horovod/common/ops/mpi_operations.cc",
+        "  return Status::OK();\n}\n\nbool MPIAllreduce::Enabled",
+        "  Status status = Status::OK();\n"
+        "  status.is_finite = sums.IsFinite() && std::abs(postscale_factor) <= 1.0;\n"
+        "  return status;\n}\n\nbool MPIAllreduce::Enabled",
+        _READ_AGAIN,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.h",
+        "  std::shared_ptr<Status> ReleaseHandle(int handle);\n",
+        """\
+  std::shared_ptr<Status> ReleaseHandle(int handle);
+  bool IsFinite(int handle) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto found = results_.find(handle);
+    return found != results_.end() && found->second && found->second->is_finite;
+  }
+""",
+        _READ_AGAIN,
+    ),
+    Edit(
+        "horovod/torch/mpi_ops_v2.cc",
+        '  m.def("horovod_torch_poll", &PollHandle);\n',
+        '  m.def("horovod_torch_poll", &PollHandle);\n'
+        '  m.def("horovod_torch_is_finite",\n'
+        "        [](int handle) { return handle_manager.IsFinite(handle); });\n",
+        _READ_AGAIN,
+    ),
+)
+
 STALLS = (
     Edit(
         "horovod/common/operations.cc",
@@ -266,30 +200,4 @@ STALLS = (
         _STALLED,
     ),
     Edit("horovod/common/operations.cc", _LOOP_FAILS, _STALL_ENDS_LOOP + _LOOP_FAILS, _STALLED),
-    Edit(
-        "horovod/torch/handle_manager.cc",
-        '#include "handle_manager.h"\n',
-        '#include "handle_manager.h"\n#include "../common/waiting.h"\n',
-        _ASKED,
-    ),
-    Edit(
-        "horovod/torch/handle_manager.cc",
-        "::PollHandle(int handle) {\n",
-        "::PollHandle(int handle) {\n  common::LastAskedUs() = common::NowUs();\n",
-        _ASKED,
-    ),
-    Edit(
-        "horovod/torch/handle_manager.cc",
-        "  return results_[handle] != nullptr;\n",
-        "  bool is_done = results_[handle] != nullptr;\n"
-        "  if (!is_done) { common::Pause::Get().End(); }\n"
-        "  return is_done;\n",
-        _PAUSE,
-    ),
-    Edit(
-        "horovod/common/operations.cc",
-        "    std::this_thread::sleep_for(sleep_duration);\n  }\n  state.last_cycle_start",
-        "    Pause::Get().Wait(sleep_duration);\n  }\n  state.last_cycle_start",
-        _PAUSE,
-    ),
 )

@@ -32,9 +32,10 @@ class SharedMemory {
 public:
   static constexpr int64_t kRows = 4; // so that a rank can be ahead of others
 
-  // How many pieces a rank has handed out, added and taken since the memory was made.
+  // How many pieces a rank has handed out, added and taken since the memory was made, and the number
+  // of the last one, from 1, in which it found a sum that is not finite.
   struct alignas(64) Progress {
-    std::atomic<int64_t> handed_out, added, taken;
+    std::atomic<int64_t> handed_out, added, taken, not_finite;
     static_assert(std::atomic<int64_t>::is_always_lock_free, "a lock is of one process only");
   };
 

@@ -40,6 +40,7 @@ public:
     Take(values, type, op);
     if (count < size_ || count * item_bytes_ <= kFewBytes * size_) {
       Double(count);
+      is_finite_ = AreFinite(values_, count);
       return code_;
     }
     // Sums of bits, for which ranks are waited for, are never so long.
@@ -53,6 +54,10 @@ public:
     memory ? InMemory(count, *memory) : Ring(count);
     return code_;
   }
+
+  // Whether all elements of the result are known to be finite: floats or doubles, which were looked at
+  // while they were in a core's cache. After a ring over messages it is not known.
+  bool IsFinite() const { return is_finite_ && code_ == MPI_SUCCESS; }
 
 private:
   static constexpr int64_t kFewBytes = 4096, kPieceBytes = 1 << 18; // pieces stay in a core's cache
@@ -181,6 +186,9 @@ private:
           until(memory.ProgressOf(rank).handed_out, number);
           MPI_Reduce_local(place(rank, number, rank_), piece.at, piece.items, type_, op_);
         });
+        if (!AreFinite(piece.at, piece.items)) { // seen by those that see the piece as added
+          own.not_finite.store(before + number + 1, std::memory_order_relaxed);
+        }
         ForOthers([&](int rank) { until(memory.ProgressOf(rank).taken, number - SharedMemory::kRows); });
         std::memcpy(place(rank_, number, rank_), piece.at, piece.items * item_bytes_);
         note(own.added);
@@ -194,7 +202,34 @@ private:
         note(own.taken);
       }
     }
+    is_finite_ = own.not_finite.load(std::memory_order_relaxed) <= before;
+    ForOthers([&](int rank) {
+      int64_t last = memory.ProgressOf(rank).not_finite.load(std::memory_order_relaxed);
+      is_finite_ = is_finite_ && last <= before;
+    });
     memory.pieces_before += pieces;
+  }
+
+  bool AreFinite(const char* at, int64_t items) const {
+    return type_ == MPI_FLOAT    ? AreFinite(reinterpret_cast<const float*>(at), items)
+           : type_ == MPI_DOUBLE ? AreFinite(reinterpret_cast<const double*>(at), items)
+                                 : false;
+  }
+
+  // An infinity or NaN times zero is NaN. Several sums are as quick as memory in the cache.
+  template <typename Float> static bool AreFinite(const Float* values, int64_t items) {
+    constexpr int64_t kSums = 16;
+    Float sums[kSums] = {};
+    int64_t begin = 0;
+    for (; begin + kSums <= items; begin += kSums) {
+      for (int64_t i = 0; i < kSums; ++i) {
+        sums[i] += values[begin + i] * 0;
+      }
+    }
+    for (int64_t i = 0; begin + i < items; ++i) {
+      sums[i] += values[begin + i] * 0;
+    }
+    return std::all_of(sums, sums + kSums, [](Float sum) { return sum == 0; });
   }
 
   // Call `use` with each other rank, from the next one on.
@@ -292,6 +327,7 @@ private:
   MPI_Comm comm_;
   WaitFor wait_for_;
   int rank_, size_, item_bytes_ = 0, code_ = MPI_SUCCESS;
+  bool is_finite_ = false;
   char* values_ = nullptr;
   MPI_Datatype type_ = MPI_DATATYPE_NULL;
   MPI_Op op_ = MPI_OP_NULL;

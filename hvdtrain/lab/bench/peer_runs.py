@@ -22,6 +22,8 @@ from torch.utils.data import default_collate
 
 from hvdtrain.data import GlobalBatchSampler
 from hvdtrain.evidence.children import LINES_SHOWN, ChildFailure, read_json, run_command
+from hvdtrain.horovod_build import install
+from hvdtrain.horovod_build.environment import Environment
 from hvdtrain.lab import peers
 from hvdtrain.lab.bench import jobs
 from hvdtrain.lab.peers.same_work import CHECKED_STEPS, CLASSES, EPOCHS, LR, MOMENTUM, PeerWork
@@ -31,6 +33,7 @@ from hvdtrain.launcher.horovodrun import (
     in_own_session,
     search_path,
 )
+from hvdtrain.log import say
 
 SCRIPTS = Path(peers.__file__).parent
 WARM_UP_STEPS = 5  # not measured
@@ -68,6 +71,7 @@ class PeerSystem:
     command: Callable[[PeerWork, str, str], list[str]]  # of work, script and controller
     order: Callable[[PeerWork], NDArray[Any]]  # of all samples of the epoch
     package: str  # that must be installed
+    packages: Callable[[], Path] | None = None  # a folder of some, before those of this Python
 
     @property
     def path(self) -> Path:
@@ -107,6 +111,15 @@ def _horovodrun(work: PeerWork, script: str, controller: str) -> list[str]:
     return horovodrun_argv(worker, work.workers, controller)
 
 
+@cache
+def published_horovod() -> Path:
+    """Return a folder with Horovod as published, but for the edits without which it cannot be
+    built; the first call builds it, unless its wheel is in the cache. Raises PreflightError.
+    """
+    choice = install.choose(Environment(Path(sys.executable)), say)
+    return install.unpacked(install.obtain(replace(choice, as_published=True), say))
+
+
 def _our_order(work: PeerWork) -> NDArray[Any]:
     sampler = GlobalBatchSampler(work.samples, work.global_batch_size, seed=0)
     return np.concatenate([*sampler.global_batches(0)])
@@ -139,6 +152,10 @@ SYSTEMS: Mapping[str, PeerSystem] = {
         "Trainer (transformers)", "transformers_trainer.py", _torchrun, _by_42, "transformers"
     ),
     "horovod": PeerSystem("Horovod", "plain_horovod.py", _horovodrun, _by_0, "horovod"),
+    "published": PeerSystem(
+        *("Horovod as published", "plain_horovod.py", _horovodrun, _by_0, "horovod"),
+        packages=published_horovod,
+    ),
 }
 
 
@@ -148,6 +165,12 @@ def run_peer(system: PeerSystem, work: PeerWork, controller: str, time_limit_s: 
     work.write()
     if system.command is _horovodrun:
         environment = horovodrun_environment(os.environ, {}, None)
+        if system.packages:
+            # From there Horovod does not find the Open MPI that is installed beside Python.
+            first = {"PYTHONPATH": system.packages(), "LD_LIBRARY_PATH": Path(sys.prefix, "lib")}
+            for name, packages in first.items():
+                path = [str(packages), environment.get(name, "")]
+                environment[name] = os.pathsep.join(filter(None, path))
     else:
         environment = {**os.environ, "PATH": search_path(os.environ)}
     argv = system.command(work, str(system.path), controller)

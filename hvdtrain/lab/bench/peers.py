@@ -118,6 +118,9 @@ def run(arguments: dict[str, Any]) -> int:
     left_out = {name: SYSTEMS[name].package for name in plan.systems if name not in systems}
     for name, package in left_out.items():
         say(f"{TITLES[name]} is left out: {package} is not installed")
+    for packages in [SYSTEMS[name].packages for name in systems]:
+        if packages:
+            packages()  # are built before anything is measured
     results = PeerResults()
     with rounds.scratch_folder("peers") as folder:
         try:

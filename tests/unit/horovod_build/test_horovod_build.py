@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,18 @@ from hvdtrain.horovod_build.edits import (
     SourceEditError,
     apply_edits,
     edits_for,
+    edits_sha256,
+    runner,
+    sums,
+    waiting,
 )
 from hvdtrain.horovod_build.wheel import WheelInputs, cached_wheel, obtain_wheel
 
 EDITS = edits_for(has_mpi=True)
+OURS = (
+    *(sums.FAULTS_AND_ORDER, sums.BY_HOST, sums.CANONICAL, sums.STALLS, sums.FINITE),
+    *(waiting.WAITING, waiting.AWAITED, runner.HOSTS),
+)
 OWN = Path(building.__file__).parent
 INPUTS = WheelInputs(
     *("horovod", "edits", "2.13.0", False, 17, "cpython-311", "x86_64", "glibc-2.36"),
@@ -83,6 +92,19 @@ def test_a_build_without_mpi_says_so() -> None:
     assert "def mpi_built(verbose=False):\n    return False\n" in differing[1].new
     assert not any('sleeping_mpi.h"' in edit.new for edit in without if "/mpi" not in edit.path)
     assert "mpi.h" not in (OWN / "native" / "waiting.h").read_text()
+
+
+@pytest.mark.parametrize("has_mpi", [True, False])
+def test_horovod_as_published_adds_and_waits_by_itself(has_mpi: bool) -> None:
+    """Fails when it has one of our edits of sums, of waiting or of hosts, or one that a build with
+    all of them lacks; or when its wheel could be taken for the other one.
+    """
+    published = edits_for(has_mpi=has_mpi, as_published=True)
+    assert set(published) < set(edits_for(has_mpi=has_mpi))
+    assert not set(published) & {edit for group in OURS for edit in group}
+    for one, other in combinations(product((True, False), repeat=2), 2):
+        hashes = {edits_sha256(has_mpi=mpi, as_published=alone) for mpi, alone in (one, other)}
+        assert len(hashes) == 2
 
 
 @pytest.mark.parametrize("damage", ["absent", "twice", "missing"])

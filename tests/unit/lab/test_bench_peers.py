@@ -183,6 +183,30 @@ def test_systems_take_turns_and_a_failed_one_is_left_out(
     assert not (tmp_path / "case").exists()
 
 
+def test_published_horovod_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a run would take the Horovod that is installed, or lose the user's path; or if one
+    of another system gets the published one, or an unnamed one is asked for.
+    """
+    paths: dict[str, str | None] = {}
+
+    def run(argv: object, environment: dict[str, str], *_: object) -> None:
+        paths[name] = environment.get("PYTHONPATH")
+
+    monkeypatch.setattr(peer_runs, "run_command", run)
+    monkeypatch.setenv("PYTHONPATH", "/of-the-user")
+    for name in ("horovod", "published"):
+        system = SYSTEMS[name]
+        if system.packages:
+            system = replace(system, packages=lambda: Path("/folder"))
+        work = replace(WORK, folder=str(tmp_path / name))
+        Path(work.folder).mkdir()
+        Path(work.folder, "process-0.log").touch()
+        with pytest.raises(ChildFailure, match="0 of 2 workers"):
+            peer_runs.run_peer(system, work, "mpi", 5.0)
+    assert paths == {"horovod": "/of-the-user", "published": "/folder:/of-the-user"}
+    assert "published" not in read("peers")["systems"]
+
+
 def test_a_system_that_is_not_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
