@@ -100,9 +100,10 @@ class Exchange(Protocol):
         """Prepare for a backward pass; a loop calls this before each of them, or never."""
         return
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer, look: bool = False) -> bool:
         """Collective: wait until every `.grad` is reduced over ranks. True: all are surely finite.
 
+        `look`: read those again of which that is not known, while others are on their way.
         The next `optimizer.step()` uses the gradients without reducing them again. Missing ones of
         trainable parameters are zero: otherwise weight decay would change unused parameters on
         several ranks but not on one.

@@ -43,7 +43,6 @@ from hvdtrain.exchange.gradients import is_dense, make_gradients_dense
 from hvdtrain.exchange.objects import content_in, head_of, is_small, length_in, pickled, unpickled
 from hvdtrain.exchange.waiting import (
     StallWatch,
-    coarse_timer,
     new_threads_do_not_push,
     rest_until,
     waits,
@@ -59,7 +58,7 @@ ABANDON_TIMEOUT_S = 2.0
 Tensors = list[torch.Tensor]
 REDUCTIONS = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
-# Of our builds. In others no sum is known to be finite, and hvd.synchronize() spins while it waits.
+# Of our builds. In others no sum is found finite as it is formed, and hvd.synchronize() spins.
 is_finite = getattr(mpi_lib, "horovod_torch_is_finite", lambda handle: False)
 wait = getattr(mpi_lib, "horovod_torch_wait", lambda handle: rest_until(partial(hvd.poll, handle)))
 
@@ -156,22 +155,21 @@ class HorovodExchange:
         if a rank's model or optimizer is built otherwise than rank 0's (`adopt_optimizer_state`).
         """
         adopt_optimizer_state(self, model, optimizer)
-        with coarse_timer():
-            state = model.state_dict()
-            tensors = {name: value for name, value in state.items() if is_dense(value)}
-            # Horovod does not broadcast tensors that are not contiguous, such as those of
-            # channels_last layers, nor types such as bool and bfloat16: bytes are sent.
-            flat = {name: tensor.contiguous().reshape(-1) for name, tensor in tensors.items()}
-            hvd.broadcast_parameters(
-                {name: tensor.view(torch.uint8) for name, tensor in flat.items() if tensor.numel()},
-                root_rank=0,
-            )
-            for name, tensor in tensors.items():
-                if not tensor.is_contiguous():
-                    tensor.copy_(flat[name].view(tensor.shape))
-            if others := {name: value for name, value in state.items() if name not in tensors}:
-                others = self.broadcast_object(copied_to_cpu(others), "hvdtrain.further_state")
-                model.load_state_dict(others, strict=False)
+        state = model.state_dict()
+        tensors = {name: value for name, value in state.items() if is_dense(value)}
+        # Horovod does not broadcast tensors that are not contiguous, such as those of
+        # channels_last layers, nor types such as bool and bfloat16: bytes are sent.
+        flat = {name: tensor.contiguous().reshape(-1) for name, tensor in tensors.items()}
+        hvd.broadcast_parameters(
+            {name: tensor.view(torch.uint8) for name, tensor in flat.items() if tensor.numel()},
+            root_rank=0,
+        )
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                tensor.copy_(flat[name].view(tensor.shape))
+        if others := {name: value for name, value in state.items() if name not in tensors}:
+            others = self.broadcast_object(copied_to_cpu(others), "hvdtrain.further_state")
+            model.load_state_dict(others, strict=False)
         check_equal_on_all_ranks(model, self, "after the initial broadcast", with_buffers=True)
 
     def retire(self, optimizer: torch.optim.Optimizer) -> None:
@@ -181,7 +179,7 @@ class HorovodExchange:
         reducer_of(optimizer).flight.begin_pass()
 
     @waits
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer, look: bool = False) -> bool:
         """Collective: wait until Horovod has reduced every gradient. True: all are surely finite.
 
         Raises TrainingError if code has changed a gradient meanwhile, or has added, removed or
@@ -195,11 +193,14 @@ class HorovodExchange:
         for parameter in reducer._requires_update:
             if reducer._handles.get(parameter, (None, None))[0] is None:
                 reducer._handles[parameter] = reducer._allreduce_grad_async(parameter)
-        # A sum is looked at while later ones are on their way.
-        are_finite: bool = reducer.flight.are_as_added
-        for message, (handle, context) in reducer._handles.items():
+        are_finite: bool = reducer.flight.are_as_added and len(reducer._handles) > 0
+        for message, (handle, context) in list(reducer._handles.items()):
+            if handle is None:  # not begun: on a single rank there is nothing to wait for
+                are_finite = False
+                continue
             wait(handle)
-            are_finite &= is_finite(handle) or (are_finite and looks_finite(message, context))
+            if are_finite and not is_finite(handle):  # while later ones are on their way
+                are_finite = look and looks_finite(message, context)
         optimizer.synchronize()  # type: ignore[attr-defined]
         return are_finite
 
@@ -234,7 +235,6 @@ class HorovodExchange:
         return [_result(handle) for handle in handles]
 
     @waits
-    @coarse_timer()
     def broadcast_object(self, value: Any, name: str) -> Any:
         content = pickled(value if self.rank == 0 else None)
         head = hvd.broadcast(head_of(content), 0, name=f"{name}.head")
@@ -246,7 +246,6 @@ class HorovodExchange:
         return value if self.rank == 0 else unpickled(content)
 
     @waits
-    @coarse_timer()
     def all_gather_object(self, value: Any, name: str) -> list[Any]:
         content = pickled(value)
         heads = hvd.allgather(head_of(content)[None], name=f"{name}.heads")

@@ -1,7 +1,6 @@
 """Scheduling of waiting threads, so that they leave the cores to computing threads."""
 
 import contextlib
-import ctypes
 import functools
 import os
 import threading
@@ -18,8 +17,6 @@ from hvdtrain.errors import PeerFailure
 SHORTEST_REST_S, LONGEST_REST_S = 1e-4, 2e-3
 SHORT_WAIT_S = 0.02  # typical with a core for each worker: poll at the shortest interval
 REST_OF_WAIT = 0.05  # after that, poll at intervals of this fraction of the time waited
-COARSE_S = 1e-3
-PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30  # linux/prctl.h
 
 LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
@@ -54,18 +51,6 @@ def rest_until(done: Callable[[], bool]) -> None:
         waited_s = time.monotonic() - began_s
         rest_s = SHORTEST_REST_S if waited_s < SHORT_WAIT_S else REST_OF_WAIT * waited_s
         time.sleep(min(rest_s, LONGEST_REST_S))
-
-
-@contextlib.contextmanager
-def coarse_timer() -> Iterator[None]:
-    """Let each sleep of this thread take up to COARSE_S longer, to slow polling in libraries."""
-    library = ctypes.CDLL(None)
-    before_ns = library.prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
-    library.prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(round(COARSE_S * 1e9)), 0, 0, 0)
-    try:
-        yield
-    finally:
-        library.prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(max(before_ns, 1)), 0, 0, 0)
 
 
 class StallWatch:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -78,9 +79,14 @@ def unpacked(wheel: Path) -> Path:
     """Return a folder beside a wheel of the cache with what is in it, for Python's path."""
     folder = wheel.parent / "unpacked"
     if not folder.exists():
-        begun = wheel.parent / f"unpacked.{os.getpid()}"
-        shutil.unpack_archive(wheel, begun, "zip")
-        begun.rename(folder)
+        try:
+            with tempfile.TemporaryDirectory(dir=wheel.parent) as begun:
+                whole = Path(begun, "whole")
+                shutil.unpack_archive(wheel, whole, "zip")
+                whole.rename(folder)
+        except OSError as error:
+            if not folder.exists():  # by another process
+                raise PreflightError(f"{folder} cannot be written: {error.strerror}") from error
     return folder
 
 

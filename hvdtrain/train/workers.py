@@ -142,8 +142,8 @@ class RankWorker(Workers):
     def reduce_gradients(self) -> bool:
         for optimizer in self._trained if self._exchange.size == 1 else ():  # others check theirs
             self._trainable[self._optimizers.index(optimizer)].check(optimizer)
-        are_finite = [self._exchange.reduce_gradients(optimizer) for optimizer in self._trained]
-        return all(are_finite)
+        reduce = partial(self._exchange.reduce_gradients, look=True)
+        return all([*map(reduce, self._trained)])
 
     def states(self) -> list[WorkerState]:
         buffers = copied_to_cpu(buffers_of(self._model))

@@ -79,7 +79,7 @@ class FaultyExchange:
         """Start copying the local gradients; call before a backward pass."""
         self._local.begin([Piece(i, 0, p.numel()) for i, p in enumerate(self._named.values())])
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer, look: bool = False) -> bool:
         self._inner.reduce_gradients(optimizer)
         self._local.end()
         honest = {name: p.grad.clone() for name, p in self._named.items()}

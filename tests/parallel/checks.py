@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,6 +24,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -41,7 +43,7 @@ from hvdtrain.errors import (
     TransportError,
     UsageError,
 )
-from hvdtrain.exchange import AVERAGE, SUM, Exchange, SingleProcess, join
+from hvdtrain.exchange import AVERAGE, SUM, Exchange, Reduction, SingleProcess, join
 from hvdtrain.exchange import horovod as over_horovod
 from hvdtrain.exchange.agreement import check_equal_on_all_ranks, run_on_all
 from hvdtrain.exchange.connect import ENVIRONMENT_DEFAULTS
@@ -391,61 +393,100 @@ def _refuses_early_changes(exchange: Exchange, model: torch.nn.Linear) -> None:
 
 def sums_are_known_to_be_finite(exchange: Exchange) -> None:
     """One is not, in the first, a middle or the last element, on one rank or only once it is added:
-    then they are not known to be. Those of bfloat16 are rounded once they are added. Over MPI it is
-    known without looking at them again.
+    then they are not known to be. Those that are converted once they are added never are. Over MPI
+    it is known without looking at them again.
     """
-    looks = over_horovod.looks_finite
-    if exchange.controller == "mpi":
-        over_horovod.looks_finite = lambda message, compressed_from: False
-    last = exchange.size - 1
-    for dtype, size in product(
-        (torch.float32, torch.float64, torch.bfloat16), (3, 40_001, 300_001)
-    ):
-        model = torch.nn.Linear(size, 1).to(dtype)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = exchange.distribute(optimizer, model, reduction=SUM)
-        is_known, largest = dtype != torch.bfloat16, torch.finfo(dtype).max
-        for place, value, ranks in (
-            (0, 1.0, {}),
-            (0, torch.inf, {0}),
-            (size // 2, torch.nan, {last}),
-            (size - 1, -torch.inf, {last // 2}),
-            (size // 3, largest, {0, last}),
-            (size - 2, -largest, {0}),
+    with pytest.MonkeyPatch.context() as patch:
+        if exchange.controller == "mpi":
+            patch.setattr(over_horovod, "looks_finite", lambda message, compressed_from: False)
+        for dtype, size in product((torch.float32, torch.float64), (3, 40_001, 300_001)):
+            for reduction in (SUM, AVERAGE):
+                _knows_finite_sums(exchange, dtype, size, reduction, True)
+        for dtype, reduction in (
+            (torch.bfloat16, SUM),
+            (torch.complex64, AVERAGE),
+            (torch.float32, replace(SUM, compression="fp16")),
         ):
-            gradient = torch.ones(1, size, dtype=dtype)
-            if exchange.rank in ranks:
-                gradient[0, place] = value
-            optimizer.zero_grad()
-            model(gradient).sum().backward()
-            known = exchange.reduce_gradients(optimizer)
-            assert known == (is_known and bool(model.weight.grad.isfinite().all())), (size, value)
-    over_horovod.looks_finite = looks
+            _knows_finite_sums(exchange, dtype, 40_001, reduction, False)
+    for factor, ends_finite in ((0.5, True), (16.0, False)):
+        values = torch.full((5000,), torch.finfo(torch.float32).max / 8)
+        handle = hvd.allreduce_async(
+            values, name=f"test.scaled.{factor}", op=hvd.Sum, postscale_factor=factor
+        )
+        over_horovod.wait(handle)
+        known = over_horovod.is_finite(handle)
+        assert bool(hvd.synchronize(handle).isfinite().all()) == ends_finite
+        assert known == (ends_finite and exchange.controller == "mpi")
+
+
+def _knows_finite_sums(
+    exchange: Exchange, dtype: torch.dtype, size: int, reduction: Reduction, can_know: bool
+) -> None:
+    last, largest = exchange.size - 1, torch.finfo(dtype).max
+    model = torch.nn.Linear(size, 1).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = exchange.distribute(optimizer, model, reduction=reduction)
+    for place, value, ranks in (
+        (0, 1.0, set()),
+        (0, torch.inf, {0}),
+        (size // 2, torch.nan, {last}),
+        (size - 1, -torch.inf, {last // 2}),
+        (size // 3, largest, {0, last}),
+        (size - 2, -largest, {0}),
+    ):
+        gradient = torch.ones(1, size, dtype=dtype)
+        if exchange.rank in ranks:
+            gradient[0, place] = value
+        optimizer.zero_grad()
+        model(gradient).sum().real.backward()
+        known = exchange.reduce_gradients(optimizer, look=True)
+        is_finite = bool(model.weight.grad.isfinite().all())
+        assert known == (can_know and is_finite), (dtype, size, reduction, value)
+
+
+@contextmanager
+def _alarm_before_the_last_rank(exchange: Exchange, handle: Callable[..., None]) -> Iterator[None]:
+    """Let the last rank come 1 s late to what follows; the others receive SIGALRM meanwhile."""
+    before = signal.signal(signal.SIGALRM, handle)
+    hvd.allreduce(torch.ones(1), name="test.together")
+    if exchange.rank == exchange.size - 1:
+        time.sleep(1)
+    else:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def a_rank_that_waits_sleeps(exchange: Exchange) -> None:
     """For the last rank, without looking again and again; a signal is handled meanwhile."""
-    handled_s: list[float] = []
-    before = signal.signal(signal.SIGALRM, lambda *_: handled_s.append(time.monotonic()))
-    for number in range(2):
-        handle = hvd.allreduce_async(torch.ones(3), name=f"test.together.{number}")
-        hvd.synchronize(handle)
-        if exchange.rank == exchange.size - 1:
-            time.sleep(1)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        began_s, began = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
-        handle = hvd.allreduce_async(torch.ones(3), name=f"test.late.{number}")
-        if number:
-            hvd.synchronize(handle)
-        else:
-            _Pending(exchange, handle).wait()
-        used = resource.getrusage(resource.RUSAGE_THREAD)
+    for finish in (hvd.synchronize, lambda handle: _Pending(exchange, handle).wait()):
+        handled_s: list[float] = []
+        note = partial(lambda into, *_: into.append(time.monotonic()), handled_s)
+        with _alarm_before_the_last_rank(exchange, note):
+            began_s, began = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
+            finish(hvd.allreduce_async(torch.ones(3), name="test.late"))
+            ended = resource.getrusage(resource.RUSAGE_THREAD)
         if exchange.rank < exchange.size - 1:
-            assert used.ru_nvcsw - began.ru_nvcsw < 100, used.ru_nvcsw - began.ru_nvcsw
-            assert used.ru_utime + used.ru_stime - began.ru_utime - began.ru_stime < 0.3
-            assert handled_s[-1] - began_s < 0.7, handled_s[-1] - began_s
-        time.sleep(0.15)
-    signal.signal(signal.SIGALRM, before)
+            assert ended.ru_nvcsw - began.ru_nvcsw < 100, ended.ru_nvcsw - began.ru_nvcsw
+            assert ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime < 0.3
+            assert handled_s[0] - began_s < 0.7, handled_s[0] - began_s
+
+
+def an_error_of_a_handler_is_not_one_of_horovod(exchange: Exchange) -> None:
+    """As torch's for a worker of a DataLoader that has ended; the operation goes on."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("of the handler")
+
+    with _alarm_before_the_last_rank(exchange, fail):
+        handle = hvd.allreduce_async(torch.ones(3), name="test.late", op=hvd.Sum)
+        if exchange.rank < exchange.size - 1:
+            error = expect(RuntimeError, "of the handler", lambda: hvd.synchronize(handle))
+            assert type(error) is RuntimeError, type(error)
+        assert hvd.synchronize(handle).tolist() == [exchange.size] * 3
 
 
 def ranks_may_use_different_parameters(exchange: Exchange) -> None:
@@ -805,6 +846,7 @@ CHECKS = (
     gradients_on_their_way_must_not_be_touched,
     sums_are_known_to_be_finite,
     a_rank_that_waits_sleeps,
+    an_error_of_a_handler_is_not_one_of_horovod,
     ranks_may_use_different_parameters,
     a_broadcast_that_fails_is_noticed,
     the_exchange_is_repeatable,

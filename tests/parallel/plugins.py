@@ -147,7 +147,7 @@ def _damaging(damage, shape, classes) -> torch.nn.Module:
     honest = HorovodExchange.reduce_gradients
     calls = 0
 
-    def faulty(self, optimizer) -> bool:
+    def faulty(self, optimizer, look=False) -> bool:
         nonlocal calls
         honest(self, optimizer)
         calls += 1

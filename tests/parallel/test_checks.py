@@ -55,3 +55,29 @@ def test_a_sum_that_is_waited_for_is_not_put_off(controller: str) -> None:
     assert finished.exit_code == 0, finished.output
     seconds = [float(text) for text in re.findall(r"sums after ([.\d]+)", finished.output)]
     assert len(seconds) == 2 and max(seconds) < 4, seconds  # 8 cycles of a second
+
+
+ALONE = """\
+import torch, hvdtrain
+from hvdtrain.exchange import joined
+workers = hvdtrain.init()
+assert joined().controller == "CONTROLLER"
+for dtype in (torch.bfloat16, torch.float32):
+    model = torch.nn.Linear(3, 2, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvdtrain.distribute(model, optimizer, grad_accum_steps=2)
+    model(torch.tensor([[1, torch.inf, 1]], dtype=dtype)).sum().backward()
+    assert joined().reduce_gradients(optimizer, look=True) is False
+    optimizer.step()
+print("stepped")
+"""
+
+
+def test_a_single_rank_knows_nothing_of_its_gradients() -> None:
+    """Fails if one rank of Horovod, which sums nothing, takes its gradients for finite, or waits
+    for a gradient that has not begun, as after the first of two backward passes.
+    """
+    command = [sys.executable, "-c", ALONE.replace("CONTROLLER", "gloo")]
+    finished = horovodrun(1, "gloo", command)
+    assert finished.exit_code == 0, finished.output
+    assert "stepped" in finished.output

@@ -126,7 +126,7 @@ EXPERIMENTS: dict[str, tuple[list[str], list[Start]]] = {
     "infinite loss": (["--lr=1e30"], [MPI_2]),
     "no derivative": (
         [f"--model={PLUGINS}:has_no_derivative", "--checkpoint-interval=1", "--max-steps=8"],
-        [GLOO_2],
+        [GLOO_2, MPI_2],
     ),
     "unfrozen layer": ([f"--model={PLUGINS}:grows"], [MPI_2]),
     # It spoils the exchange for all that follows.
@@ -386,6 +386,12 @@ def test_refused_before_training(
         (
             "no derivative",
             GLOO_2,
+            "the gradient of root is not finite at step 4 on rank 1, while the loss is",
+            "step-00000003\n",
+        ),
+        (
+            "no derivative",
+            MPI_2,
             "the gradient of root is not finite at step 4 on rank 1, while the loss is",
             "step-00000003\n",
         ),

@@ -100,7 +100,7 @@ class ThreadExchange:
 
     def begin_pass(self, optimizer: torch.optim.Optimizer) -> None: ...
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer, look: bool = False) -> bool:
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
         ]

@@ -168,6 +168,7 @@ FINITE = (
         "  std::shared_ptr<Status> ReleaseHandle(int handle);\n",
         """\
   std::shared_ptr<Status> ReleaseHandle(int handle);
+  // Whether all elements of a sum that has ended are known to be finite (of a group's last one).
   bool IsFinite(int handle) {
     std::lock_guard<std::mutex> guard(mutex_);
     auto found = results_.find(handle);

@@ -219,6 +219,13 @@ void WaitAndClear(int handle) {
         f"{_LOOKED_FOR}; meanwhile no signal is handled",
     ),
     Edit(
+        "horovod/torch/mpi_ops.py",
+        "    try:\n        mpi_lib.horovod_torch_wait_and_clear(handle)\n",
+        "    mpi_lib.horovod_torch_wait(handle)\n"
+        "    try:\n        mpi_lib.horovod_torch_wait_and_clear(handle)\n",
+        "an error of a signal's handler is not one of Horovod",
+    ),
+    Edit(
         "horovod/torch/mpi_ops_v2.cc",
         '  m.def("horovod_torch_wait_and_clear", &WaitAndClear);\n',
         '  m.def("horovod_torch_wait", &Wait);\n'

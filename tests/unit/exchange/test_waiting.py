@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -11,10 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from hvdtrain.exchange.waiting import (
-    COARSE_S,
     LONGEST_REST_S,
-    PR_GET_TIMERSLACK,
-    coarse_timer,
     new_threads_do_not_push,
     rest_until,
 )
@@ -81,13 +77,3 @@ def test_a_short_wait_is_looked_at_often() -> None:
     rest_until(lambda: True)
     looks = iter([False, True])
     rest_until(lambda: next(looks))
-
-
-def test_the_timer_is_coarse_for_a_while() -> None:
-    """Fails if another library's poll loop wakes up as often as ever, or the timer stays coarse."""
-    library = ctypes.CDLL(None)
-    before = library.prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
-    with pytest.raises(KeyError), coarse_timer():
-        assert library.prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0) == COARSE_S * 1e9
-        raise KeyError
-    assert library.prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0) == before
