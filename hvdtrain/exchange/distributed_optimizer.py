@@ -6,7 +6,6 @@ gradients (the reducer), and the user's own optimizer makes the steps: it stays 
 with its state, hooks and schedulers.
 """
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 
 from hvdtrain.errors import TrainingError, UsageError
 from hvdtrain.exchange.buckets import Bucket
-from hvdtrain.exchange.gradients import ADDED_AS, laid_out_as, parameters_of
+from hvdtrain.exchange.gradients import ADDED_AS, has_finite_sum, laid_out_as, parameters_of
 
 Optimizer = torch.optim.Optimizer
 NEVER = 1 << 62  # passes before Horovod's hook begins to reduce a gradient
@@ -108,12 +107,12 @@ def is_reduced(reducer: Any) -> bool:
 
 
 def looks_finite(message: torch.Tensor, compressed_from: torch.dtype | None) -> bool:
-    """Return whether the elements of a reduced gradient have a finite sum: an infinite one or NaN
-    has none. On a device, or while it is compressed, it is not looked at: False.
+    """Return whether the elements of a reduced gradient have a finite sum. On a device, or while it
+    is compressed, it is not looked at: False.
     """
     if compressed_from or message.device.type != "cpu" or message.grad is None:
         return False
-    return math.isfinite(message.grad.sum().item())
+    return has_finite_sum(message.grad)
 
 
 class GradientsInFlight:

@@ -4,6 +4,7 @@ A sum of bfloat16 values would be rounded at each addition, to 8 bits, and Horov
 are added as float32, and the sum is rounded once. Complex numbers are added as pairs of reals.
 """
 
+import cmath
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,6 +126,11 @@ def parts_of(
         flat[start : start + real_length(parameter)].view(as_real(parameter.detach()).shape)
         for start, parameter in zip(starts, parameters, strict=True)
     ]
+
+
+def has_finite_sum(values: torch.Tensor) -> bool:
+    """Return whether the sum of all elements is finite: with an infinite one or NaN it is not."""
+    return cmath.isfinite(values.sum().item())
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Use of the reduced gradients: check, unscaling, clipping, optimizer step, moving average."""
 
-import cmath
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hvdtrain.exchange.gradients import parameters_of
+from hvdtrain.exchange.gradients import has_finite_sum, parameters_of
 
 Optimizers = Sequence[torch.optim.Optimizer]
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -145,7 +144,7 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     if tensor_list and tensor_list[0].device.type != "cpu":
         return bool(torch.nn.utils.get_total_norm(list(map(_values, tensor_list))).isfinite())
     parts = tensor_list if len(tensor_list) <= FEW_TENSORS else _joined(tensor_list)
-    return all(cmath.isfinite(part.sum().item()) for part in parts)
+    return all(map(has_finite_sum, parts))
 
 
 def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
