@@ -41,12 +41,7 @@ from hvdtrain.exchange.distributed_optimizer import (
 )
 from hvdtrain.exchange.gradients import is_dense, make_gradients_dense
 from hvdtrain.exchange.objects import content_in, head_of, is_small, length_in, pickled, unpickled
-from hvdtrain.exchange.waiting import (
-    StallWatch,
-    new_threads_do_not_push,
-    rest_until,
-    waits,
-)
+from hvdtrain.exchange.waiting import StallWatch, do_not_push, rest_until, thread_ids, waits
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
@@ -72,11 +67,14 @@ class HorovodExchange:
         Raises UsageError if it has not connected any of the processes that the launcher started.
         """
         prepare_environment(hvd.is_initialized(), _start_rendezvous)
+        threads_before = thread_ids()
         try:
-            with new_threads_do_not_push():
-                hvd.init()
+            hvd.init()
         except (RuntimeError, ValueError, HorovodInternalError) as error:
             raise PreflightError(f"Horovod cannot start: {error}") from error
+        # Between hosts a sum that begins late costs more than the core for a moment.
+        if hvd.local_size() == hvd.size():
+            do_not_push(thread_ids() - threads_before)
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()

@@ -5,7 +5,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -27,18 +27,20 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-@contextlib.contextmanager
-def new_threads_do_not_push() -> Iterator[None]:
-    """Give threads that start within the context the scheduling class SCHED_BATCH (sched(7)).
+def thread_ids() -> set[int]:
+    """Return the ids of this process's threads."""
+    return {int(folder.name) for folder in Path("/proc/self/task").iterdir()}
+
+
+def do_not_push(threads: Iterable[int]) -> None:
+    """Give threads of this process the scheduling class SCHED_BATCH (sched(7)).
 
     Such a thread does not preempt others when it wakes up. Horovod's thread wakes up every cycle.
     If workers occupy all cores, it would preempt a computing thread each time, and then wait for
     the threads of other ranks, which are rarely running at that moment. Its share of the core stays
     the same, and on a free core nothing changes. A class chosen by the user is kept.
     """
-    before = _thread_ids()
-    yield
-    for thread in _thread_ids() - before:
+    for thread in threads:
         with contextlib.suppress(OSError):  # the thread has ended, or the call is not permitted
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
@@ -112,7 +114,3 @@ def waits(
 def _seconds(name: str, default: float) -> float:
     text = os.environ.get(name, "")
     return float(text) if text.isdigit() else default
-
-
-def _thread_ids() -> set[int]:
-    return {int(folder.name) for folder in Path("/proc/self/task").iterdir()}

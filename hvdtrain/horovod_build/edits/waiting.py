@@ -173,9 +173,13 @@ AWAITED = (
 }
 
 bool HandleManager::WaitFor(int handle, std::chrono::microseconds limit) {
-  if (PollHandle(handle)) {
-    return true;
-  }
+  common::BriefWait wait;
+  do {
+    if (PollHandle(handle)) {
+      return true;
+    }
+    std::this_thread::yield();
+  } while (wait.MayStillBeBrief());
   common::LastAskedUs() = common::NowUs() + limit.count(); // until then it is being asked
   std::unique_lock<std::mutex> guard(mutex_);
   bool is_done = done_.wait_for(guard, limit, [&] {
@@ -190,16 +194,7 @@ bool HandleManager::WaitFor(int handle, std::chrono::microseconds limit) {
     ),
     Edit(
         "horovod/torch/mpi_ops_v2.cc",
-        """\
-void WaitAndClear(int handle) {
-  while (true) {
-    if (handle_manager.PollHandle(handle)) break;
-    {
-      py::gil_scoped_release release_python_gil;
-      std::this_thread::yield();
-    }
-  }
-""",
+        "void WaitAndClear(int handle) {\n",
         """\
 void Wait(int handle) {
   auto has_ended = [&] {
@@ -214,7 +209,6 @@ void Wait(int handle) {
 }
 
 void WaitAndClear(int handle) {
-  Wait(handle);
 """,
         f"{_LOOKED_FOR}; meanwhile no signal is handled",
     ),

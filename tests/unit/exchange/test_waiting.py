@@ -11,13 +11,14 @@ import pytest
 
 from hvdtrain.exchange.waiting import (
     LONGEST_REST_S,
-    new_threads_do_not_push,
+    do_not_push,
     rest_until,
+    thread_ids,
 )
 
 
 def policy_of_a_thread(choose: Callable[[], None]) -> int:
-    """That a thread has which is started within, and chooses for itself first."""
+    """That a new thread has which chooses one for itself first, and shall not push then."""
     ready, over = threading.Event(), threading.Event()
 
     def live() -> None:
@@ -25,10 +26,11 @@ def policy_of_a_thread(choose: Callable[[], None]) -> int:
         ready.set()
         over.wait()
 
+    before = thread_ids()
     thread = threading.Thread(target=live)
-    with new_threads_do_not_push():
-        thread.start()
-        ready.wait()
+    thread.start()
+    ready.wait()
+    do_not_push(thread_ids() - before)
     try:
         assert thread.native_id
         return os.sched_getscheduler(thread.native_id)
@@ -45,15 +47,16 @@ def choose_idle() -> None:
     ("choose", "expected"), [(lambda: None, os.SCHED_BATCH), (choose_idle, os.SCHED_IDLE)]
 )
 def test_new_threads(choose: Callable[[], None], expected: int) -> None:
-    """Fails if a new thread keeps the class that pushes, or one that was chosen is changed."""
+    """Fails if a new thread keeps the class that pushes, if one that was chosen is changed, or if
+    the thread that computes is changed too.
+    """
     assert policy_of_a_thread(choose) == expected
-
-
-def test_threads_that_were_there_stay() -> None:
-    """Fails if the thread that computes is changed too."""
-    with new_threads_do_not_push():
-        pass
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_threads_that_have_ended_are_left_out() -> None:
+    """Fails if a thread that ended in between is an error."""
+    do_not_push({2**22 + 1})
 
 
 def test_a_long_wait_is_looked_at_seldom() -> None:
