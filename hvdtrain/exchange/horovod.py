@@ -41,7 +41,7 @@ from hvdtrain.exchange.distributed_optimizer import (
 )
 from hvdtrain.exchange.gradients import is_dense, make_gradients_dense
 from hvdtrain.exchange.objects import content_in, head_of, is_small, length_in, pickled, unpickled
-from hvdtrain.exchange.waiting import StallWatch, do_not_push, rest_until, thread_ids, waits
+from hvdtrain.exchange.waiting import StallWatch, do_not_push, push, rest_until, thread_ids, waits
 from hvdtrain.ring.orders import KnownOrder, UnknownOrder, known_order
 from hvdtrain.ring.transports import Transport
 from hvdtrain.ring.transports.mpi import library_version
@@ -72,9 +72,7 @@ class HorovodExchange:
             hvd.init()
         except (RuntimeError, ValueError, HorovodInternalError) as error:
             raise PreflightError(f"Horovod cannot start: {error}") from error
-        # Between hosts a sum that begins late costs more than the core for a moment.
-        if hvd.local_size() == hvd.size():
-            do_not_push(thread_ids() - threads_before)
+        self._calm_threads = do_not_push(thread_ids() - threads_before)
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
@@ -138,6 +136,9 @@ class HorovodExchange:
             backward_passes_per_step=grad_accum_steps,
             op=REDUCTIONS[reduction.op],
         )
+        if hvd.local_size() < hvd.size() and len(reducer._requires_update) > 1:
+            # Between hosts, messages that overlap computing lose more if they begin late.
+            push(self._calm_threads)
         staged = not self.has_nccl and any(parameter.device.type != "cpu" for parameter in alone)
         reduce_before_step(optimizer, reducer, buckets, self.reduce_gradients, copies=int(staged))
         reducer.watched = Trainable(model, optimizer)

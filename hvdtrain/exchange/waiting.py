@@ -32,18 +32,30 @@ def thread_ids() -> set[int]:
     return {int(folder.name) for folder in Path("/proc/self/task").iterdir()}
 
 
-def do_not_push(threads: Iterable[int]) -> None:
-    """Give threads of this process the scheduling class SCHED_BATCH (sched(7)).
+def do_not_push(threads: Iterable[int]) -> set[int]:
+    """Give threads of this process the scheduling class SCHED_BATCH (sched(7)); return those that
+    have got it: a class chosen by the user is kept.
 
     Such a thread does not preempt others when it wakes up. Horovod's thread wakes up every cycle.
     If workers occupy all cores, it would preempt a computing thread each time, and then wait for
     the threads of other ranks, which are rarely running at that moment. Its share of the core stays
-    the same, and on a free core nothing changes. A class chosen by the user is kept.
+    the same, and on a free core nothing changes.
     """
+    return {thread for thread in threads if _reschedule(thread, os.SCHED_OTHER, os.SCHED_BATCH)}
+
+
+def push(threads: Iterable[int]) -> None:
+    """Undo `do_not_push` for the threads that it has returned."""
     for thread in threads:
-        with contextlib.suppress(OSError):  # the thread has ended, or the call is not permitted
-            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
-                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        _reschedule(thread, os.SCHED_BATCH, os.SCHED_OTHER)
+
+
+def _reschedule(thread: int, before: int, after: int) -> bool:
+    with contextlib.suppress(OSError):  # the thread has ended, or the call is not permitted
+        if os.sched_getscheduler(thread) == before:
+            os.sched_setscheduler(thread, after, os.sched_param(0))
+            return True
+    return False
 
 
 def rest_until(done: Callable[[], bool]) -> None:

@@ -12,13 +12,16 @@ import pytest
 from hvdtrain.exchange.waiting import (
     LONGEST_REST_S,
     do_not_push,
+    push,
     rest_until,
     thread_ids,
 )
 
 
-def policy_of_a_thread(choose: Callable[[], None]) -> int:
-    """That a new thread has which chooses one for itself first, and shall not push then."""
+def policies_of_a_thread(choose: Callable[[], None]) -> list[int]:
+    """That a new thread has which chooses one for itself first: when it shall not push, and when it
+    may again.
+    """
     ready, over = threading.Event(), threading.Event()
 
     def live() -> None:
@@ -30,10 +33,12 @@ def policy_of_a_thread(choose: Callable[[], None]) -> int:
     thread = threading.Thread(target=live)
     thread.start()
     ready.wait()
-    do_not_push(thread_ids() - before)
+    assert thread.native_id
     try:
-        assert thread.native_id
-        return os.sched_getscheduler(thread.native_id)
+        calm = do_not_push(thread_ids() - before)
+        policies = [os.sched_getscheduler(thread.native_id)]
+        push(calm)
+        return [*policies, os.sched_getscheduler(thread.native_id)]
     finally:
         over.set()
         thread.join()
@@ -43,20 +48,30 @@ def choose_idle() -> None:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
+def choose_batch() -> None:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 @pytest.mark.parametrize(
-    ("choose", "expected"), [(lambda: None, os.SCHED_BATCH), (choose_idle, os.SCHED_IDLE)]
+    ("choose", "expected"),
+    [
+        (lambda: None, [os.SCHED_BATCH, os.SCHED_OTHER]),
+        (choose_idle, [os.SCHED_IDLE] * 2),
+        (choose_batch, [os.SCHED_BATCH] * 2),
+    ],
 )
-def test_new_threads(choose: Callable[[], None], expected: int) -> None:
-    """Fails if a new thread keeps the class that pushes, if one that was chosen is changed, or if
-    the thread that computes is changed too.
+def test_new_threads(choose: Callable[[], None], expected: list[int]) -> None:
+    """Fails if a new thread keeps the class that pushes, if it never gets it back, if one that was
+    chosen is changed, or if the thread that computes is changed too.
     """
-    assert policy_of_a_thread(choose) == expected
+    assert policies_of_a_thread(choose) == expected
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_threads_that_have_ended_are_left_out() -> None:
     """Fails if a thread that ended in between is an error."""
-    do_not_push({2**22 + 1})
+    assert do_not_push({2**22 + 1}) == set()
+    push({2**22 + 1})
 
 
 def test_a_long_wait_is_looked_at_seldom() -> None:
