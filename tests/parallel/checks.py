@@ -49,6 +49,7 @@ from hvdtrain.exchange.agreement import check_equal_on_all_ranks, run_on_all
 from hvdtrain.exchange.connect import ENVIRONMENT_DEFAULTS
 from hvdtrain.exchange.horovod import HorovodExchange, _Pending
 from hvdtrain.exchange.objects import HEAD_BYTES, is_small, pickled
+from hvdtrain.exchange.waiting import thread_ids
 from hvdtrain.models import build_model
 from hvdtrain.pulse import RING_TOKEN, Pulse
 from hvdtrain.ring import all_reduce, gamma
@@ -226,8 +227,7 @@ class Words(torch.nn.Module):
 
 def horovods_threads_do_not_push_aside_who_computes(exchange: Exchange) -> None:
     """Its threads are scheduled in batches, and the one that computes is not."""
-    threads = [folder.name for folder in Path("/proc/self/task").iterdir()]
-    policies = {os.sched_getscheduler(int(thread)) for thread in threads}
+    policies = {os.sched_getscheduler(thread) for thread in thread_ids()}
     assert os.SCHED_BATCH in policies
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
