@@ -22,6 +22,8 @@ from hvdtrain.slurm import in_job
 # signals this close to the first one count as one.
 TOGETHER_S = 1.0
 ABANDONED_AFTER_S = 60.0
+EXEC_LIMIT_S, EXEC_POLL_S = 1.0, 0.001
+ENVIRONMENT = slice(47, 49)  # of the fields from the state on: first byte in memory, and end
 TRACKER = "multiprocessing.resource_tracker"
 HELPERS_GRACE_S = 1.0  # for those that end by themselves after the process that they help
 _IGNORE_SIGTERM = """\
@@ -104,11 +106,27 @@ def marked(name: str, value: str) -> dict[int, dict[str, str]]:
     """Return pid -> environment of processes started with name=value, in whatever session."""
     environments = {}
     for pid in _all_processes():
-        variables = _read(pid, "environ").split("\0")
+        variables = _environment_of(pid).split("\0")
         if f"{name}={value}" in variables:
             pairs = (variable.partition("=") for variable in variables)
             environments[pid] = {key: text for key, _, text in pairs}
     return environments
+
+
+def _environment_of(pid: int) -> str:
+    """Return the environment that a process was started with.
+
+    The kernel shows none of a process within exec, which lasts for long on a busy machine. There
+    the environment has no place in memory yet, though there is an executable, as threads of the
+    kernel and zombies have none.
+    """
+    deadline = time.monotonic() + EXEC_LIMIT_S
+    while not (environment := _read(pid, "environ")) and time.monotonic() < deadline:
+        first, last = _stat(pid)[ENVIRONMENT] or ("0", "0")
+        if first == last and (first != "0" or not os.access(f"/proc/{pid}/exe", os.F_OK)):
+            break  # it is empty
+        time.sleep(EXEC_POLL_S)
+    return environment
 
 
 def command_of(pid: int) -> str:
@@ -148,7 +166,7 @@ def remove_sessions_of_dead_mpiruns() -> None:
 
 def process_state(pid: int) -> str:
     """Return the state in /proc: R, S, D, T (suspended), t (traced), Z; empty once it is gone."""
-    return _read(pid, "stat").rpartition(")")[2].strip()[:1]
+    return "".join(_stat(pid)[:1])
 
 
 def boot_id(root: Path = Path("/")) -> str:
@@ -160,7 +178,7 @@ def start_of(pid: int) -> str:
     """Return when a process was started, in ticks since the boot: with the boot and the pid this
     names one process. Empty if it has ended, also if nobody has reaped it.
     """
-    numbers = _read(pid, "stat").rpartition(")")[2].split()  # from the third on, the state
+    numbers = _stat(pid)
     return "" if not numbers or numbers[0] in "ZX" else numbers[19]
 
 
@@ -168,7 +186,7 @@ def descendants(pid: int) -> list[int]:
     """Return the pids of the running descendants of a process, parents first."""
     children: dict[int, list[int]] = {}
     for each in _all_processes():
-        state_and_parent = _read(each, "stat").rpartition(")")[2].split()[:2]
+        state_and_parent = _stat(each)[:2]
         if state_and_parent and state_and_parent[0] not in "ZX":
             children.setdefault(int(state_and_parent[1]), []).append(each)
     pids = children.get(pid, [])
@@ -194,6 +212,11 @@ def _read(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields in /proc/PID/stat from the third on, the state; none once it is gone."""
+    return _read(pid, "stat").rpartition(")")[2].split()
 
 
 def send_signal(number: int, pids: Iterable[int]) -> None:

@@ -48,6 +48,22 @@ def test_a_marked_process_is_found_until_it_has_ended() -> None:
     assert process_state(os.getpid()) == "R"
 
 
+def test_a_process_that_is_within_exec_is_found() -> None:
+    """Fails when a process is not found while another program takes its place: the kernel shows no
+    environment of it then. A short program that is started over and over is there some of the time.
+    """
+    value = uuid.uuid4().hex
+    program = 'i=0; while [ $i -lt 500 ]; do i=$((i+1)); done; exec /bin/sh -c "$0" "$0"'
+    child = subprocess.Popen(["/bin/sh", "-c", program, program], env={"MARK": value})
+    try:
+        found = [list(marked("MARK", value)) for _ in range(200)]
+        assert child.poll() is None
+        assert found == [[child.pid]] * len(found)
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_sessions_of_killed_mpiruns_are_removed(tmp_path: Path, monkeypatch) -> None:
     """Fails when the folder of one that was killed stays, or that of a live one, of another user or
     of another machine is removed.
