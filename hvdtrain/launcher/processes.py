@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from hvdtrain.errors import PreflightError, Stopped
 from hvdtrain.files import hold
@@ -23,7 +23,9 @@ from hvdtrain.slurm import in_job
 TOGETHER_S = 1.0
 ABANDONED_AFTER_S = 60.0
 EXEC_LIMIT_S, EXEC_POLL_S = 1.0, 0.001
-ENVIRONMENT = slice(47, 49)  # of the fields from the state on: first byte in memory, and end
+# Among the fields of `stat_of`: where in the memory of a process these begin and end
+# (proc_pid_stat(5)).
+ARGUMENTS, ENVIRONMENT = slice(45, 47), slice(47, 49)
 TRACKER = "multiprocessing.resource_tracker"
 HELPERS_GRACE_S = 1.0  # for those that end by themselves after the process that they help
 _IGNORE_SIGTERM = """\
@@ -116,13 +118,13 @@ def marked(name: str, value: str) -> dict[int, dict[str, str]]:
 def _environment_of(pid: int) -> str:
     """Return the environment that a process was started with.
 
-    The kernel shows none of a process within exec, which lasts for long on a busy machine. There
-    the environment has no place in memory yet, though there is an executable, as threads of the
-    kernel and zombies have none.
+    The kernel shows nothing of it while the process is within exec, which takes long on a busy
+    machine: wait for the end of that. Such a process has an executable, but its environment has no
+    place in memory yet; threads of the kernel and zombies have neither.
     """
     deadline = time.monotonic() + EXEC_LIMIT_S
     while not (environment := _read(pid, "environ")) and time.monotonic() < deadline:
-        first, last = _stat(pid)[ENVIRONMENT] or ("0", "0")
+        first, last = stat_of(pid)[ENVIRONMENT] or ("0", "0")
         if first == last and (first != "0" or not os.access(f"/proc/{pid}/exe", os.F_OK)):
             break  # it is empty
         time.sleep(EXEC_POLL_S)
@@ -166,7 +168,7 @@ def remove_sessions_of_dead_mpiruns() -> None:
 
 def process_state(pid: int) -> str:
     """Return the state in /proc: R, S, D, T (suspended), t (traced), Z; empty once it is gone."""
-    return "".join(_stat(pid)[:1])
+    return "".join(stat_of(pid)[:1])
 
 
 def boot_id(root: Path = Path("/")) -> str:
@@ -178,7 +180,7 @@ def start_of(pid: int) -> str:
     """Return when a process was started, in ticks since the boot: with the boot and the pid this
     names one process. Empty if it has ended, also if nobody has reaped it.
     """
-    numbers = _stat(pid)
+    numbers = stat_of(pid)
     return "" if not numbers or numbers[0] in "ZX" else numbers[19]
 
 
@@ -186,7 +188,7 @@ def descendants(pid: int) -> list[int]:
     """Return the pids of the running descendants of a process, parents first."""
     children: dict[int, list[int]] = {}
     for each in _all_processes():
-        state_and_parent = _stat(each)[:2]
+        state_and_parent = stat_of(each)[:2]
         if state_and_parent and state_and_parent[0] not in "ZX":
             children.setdefault(int(state_and_parent[1]), []).append(each)
     pids = children.get(pid, [])
@@ -206,7 +208,7 @@ def _all_processes() -> Iterator[int]:
     return (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
 
 
-def _read(pid: int, name: str) -> str:
+def _read(pid: int | Literal["self"], name: str) -> str:
     """Return a file of a process in /proc; empty once it is gone, and if it is another user's."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
@@ -214,8 +216,11 @@ def _read(pid: int, name: str) -> str:
         return ""
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields in /proc/PID/stat from the third on, the state; none once it is gone."""
+def stat_of(pid: int | Literal["self"]) -> list[str]:
+    """Return the fields in /proc/PID/stat from the third on, the state; none once it is gone.
+
+    "self": of this process, also where /proc is that of another PID namespace.
+    """
     return _read(pid, "stat").rpartition(")")[2].split()
 
 

@@ -34,7 +34,7 @@ from hvdtrain.interpreter import module_argv
 from hvdtrain.launcher import agent
 from hvdtrain.launcher.guard import OWN_COMMAND, STREAMS, end_with_guard
 from hvdtrain.launcher.job_folder import is_in_use
-from hvdtrain.launcher.processes import descendants, reap, send_signal
+from hvdtrain.launcher.processes import ARGUMENTS, descendants, reap, send_signal, stat_of
 from hvdtrain.launcher.protocol import Orders
 from hvdtrain.launcher.worker import (
     WorkerProcess,
@@ -51,7 +51,6 @@ MODULES = (
 )
 TICK_S, BACKLOG = 0.5, 1024
 REQUEST_S = 3.0  # for a guard to send its request
-ARGUMENTS = slice(45, 47)  # arg_start and arg_end, counted from the state: proc_pid_stat(5)
 
 Role = Callable[[], int]  # what a fork does; returns its exit code
 
@@ -207,8 +206,7 @@ def _take_environment(variables: Mapping[str, str]) -> None:
 
 def show_command(words: Sequence[str]) -> None:
     """Let `ps` show these words as the command of this process, as far as its own one was long."""
-    numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = (int(number) for number in numbers[ARGUMENTS])
+    start, end = map(int, stat_of("self")[ARGUMENTS])
     text = os.fsencode("\0".join(words))[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdtrain.launcher.channel import Channel
 from hvdtrain.launcher.horovodrun import agent_argv
-from hvdtrain.launcher.processes import descendants
+from hvdtrain.launcher.processes import descendants, start_of
 from hvdtrain.launcher.protocol import Message, Orders, ticket_paths, write_ticket
 
 TOKEN = "the token of this job"
@@ -150,10 +150,7 @@ def kill(pid: int) -> None:
 
 def is_alive(pid: int) -> bool:
     """Whether it runs: a zombie that its parent has not looked after yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return bool(start_of(pid))
 
 
 def wait_until(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
